@@ -1,0 +1,332 @@
+"""Checks across keys, and against model folder, data files and number of ranks, before any process starts.
+
+All functions are pure (they read files, never write) and return Problems; `note=True` marks advice.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.check_layout import check_layout
+from megappo.config.model_folder import ModelFacts, read_model_folder, tokenizer_problem
+from megappo.config.problems import Problem
+from megappo.config.schema.actor import ActorConfig
+from megappo.config.schema.critic import CriticConfig
+from megappo.config.schema.experiment import GROUP_ESTIMATORS, ExperimentConfig
+from megappo.config.schema.optim import OptimConfig
+from megappo.config.schema.parallel import ParallelConfig
+
+_DATA_SUFFIXES = (".parquet", ".jsonl")
+
+
+def check_config(
+    config: ExperimentConfig, *, kind: str = "train", world_size: int | None = None
+) -> list[Problem]:
+    """All problems and notes of a *resolved* configuration; world_size (ranks) None: not checked."""
+    check = _check_sft if kind == "sft" else _check_train
+    return [*_check_output(config, kind), *check(config, world_size)]
+
+
+def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
+    facts: dict[str, ModelFacts | None] = {}
+    yield from _check_models(config, facts)
+    for role, parallel in roles(config).items():
+        yield from check_layout(f"{role}.parallel", parallel, facts.get(role), world_size)
+    yield from _check_train_data(config)
+    yield from _check_rewards(config)
+    yield from _check_rollout(config)
+    yield from _check_algorithm(config)
+    yield from _check_policy_loss(config)
+    yield from _check_lengths(config, facts)
+    yield from _check_batches(config, world_size)
+    yield from _check_optim("actor.optim", config.actor.optim)
+    if config.needs_critic:
+        yield from _check_optim("critic.optim", config.critic.optim)
+
+
+def roles(config: ExperimentConfig) -> dict[str, ParallelConfig]:
+    """The models that `megappo train` builds, with their layouts; critic and reference if needed."""
+    out = {"actor": config.actor.parallel}
+    if config.needs_critic:
+        assert config.critic.parallel is not None, "call resolved() first"
+        out["critic"] = config.critic.parallel
+    if config.needs_reference:
+        assert config.reference.parallel is not None, "call resolved() first"
+        out["reference"] = config.reference.parallel
+    return out
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+def _check_models(config: ExperimentConfig, facts: dict[str, ModelFacts | None]) -> Iterator[Problem]:
+    """Model folders of the roles; fills `facts` (role -> facts)."""
+    paths = {"actor": ("model.path", config.model.path)}
+    if config.needs_critic:
+        paths["critic"] = ("critic.path", config.critic.path or config.model.path)
+    if config.needs_reference:
+        paths["reference"] = ("reference.path", config.reference.path or config.model.path)
+    seen: dict[str, ModelFacts | None] = {}
+    for role, (key, path) in paths.items():
+        if path not in seen:
+            seen[path], wrong = read_model_folder(path)
+            if wrong:
+                yield Problem(key, wrong, path)
+        facts[role] = seen[path]
+    yield from _check_tokenizer(config)
+
+
+def _check_tokenizer(config: ExperimentConfig) -> Iterator[Problem]:
+    path = config.model.tokenizer_path or config.model.path
+    if path != config.model.path or Path(path).is_dir():  # a missing model folder is said once
+        wrong = tokenizer_problem(path)
+        if wrong:
+            yield Problem("model.tokenizer_path", wrong, path)
+    file = config.model.chat_template_file
+    if file and not Path(file).is_file():
+        yield Problem("model.chat_template", "no such file; give a file or the template itself", file)
+
+
+def _check_data_files(key: str, files: list[str]) -> Iterator[Problem]:
+    for i, file in enumerate(files):
+        if Path(file).suffix not in _DATA_SUFFIXES:
+            yield Problem(f"{key}.{i}", "unknown format; convert it to .parquet or .jsonl", file)
+        elif not Path(file).is_file():
+            yield Problem(f"{key}.{i}", "no such file; check the path or prepare the data first", file)
+
+
+def _check_train_data(config: ExperimentConfig) -> Iterator[Problem]:
+    data = config.data
+    if not data.train_files and config.rollout.engine != "recorded":
+        yield Problem("data.train_files", "no training prompts; list at least one file", data.train_files)
+    yield from _check_data_files("data.train_files", data.train_files)
+    yield from _check_data_files("data.val_files", data.val_files)
+    if not data.val_files and config.trainer.test_freq > 0:
+        yield Problem("data.val_files", "no validation prompts: nothing is evaluated", [], note=True)
+
+
+def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
+    folders = {
+        "trainer.output_dir": config.trainer.output_dir,
+        "rollout.record_dir": config.rollout.record_dir,
+    }
+    if kind == "sft":
+        folders = {"trainer.output_dir": config.trainer.output_dir}
+        if config.sft is not None:
+            folders["sft.export_path"] = config.sft.export_path
+    for key, folder in folders.items():
+        wrong = _not_writable(folder) if folder else None
+        if wrong:
+            yield Problem(key, wrong, folder)
+
+
+def _not_writable(folder: str) -> str | None:
+    """Why the folder cannot be written to or made, or None."""
+    path = Path(folder)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    if not path.is_dir():
+        return f"{path} is a file; choose another folder"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"no permission to write in {path}; choose another folder"
+    return None
+
+
+# --- rewards, sampling, estimators ---------------------------------------------------------------------
+
+
+def _check_rewards(config: ExperimentConfig) -> Iterator[Problem]:
+    if not config.rewards and config.rollout.engine != "recorded":
+        yield Problem("rewards", "no reward function; add one, e.g. `- type: gsm8k`", [])
+    for i, reward in enumerate(config.rewards):
+        key = f"rewards.{i}.path"
+        if reward.type != "function" and reward.path is not None:
+            yield Problem(
+                key, f"type {reward.type} takes no path; use type: function or remove it", reward.path
+            )
+        if reward.type == "function":
+            module, _, name = (reward.path or "").partition(":")
+            if not module or not name:
+                yield Problem(key, "needs `package.module:function` for type function", reward.path)
+    if config.rewards and all(reward.weight == 0 for reward in config.rewards):
+        yield Problem("rewards.0.weight", "all weights are 0, nothing is learnt; give one a weight", 0.0)
+
+
+def _check_rollout(config: ExperimentConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.engine == "recorded":
+        if rollout.replay_dir is None:
+            yield Problem("rollout.replay_dir", "is required for engine recorded; give the folder", None)
+        elif not Path(rollout.replay_dir).is_dir():
+            yield Problem("rollout.replay_dir", "no such folder; record rollouts first", rollout.replay_dir)
+    elif rollout.replay_dir is not None:
+        yield Problem(
+            "rollout.replay_dir", "is read by engine recorded only; set rollout.engine", rollout.replay_dir
+        )
+    if rollout.temperature == 0:
+        text = "greedy sampling cannot train; use a temperature > 0 (rollout.val.temperature may be 0)"
+        yield Problem("rollout.temperature", text, rollout.temperature)
+    if not rollout.allow_truncated_sampling:
+        text = "truncation biases the probability ratio; remove it or set rollout.allow_truncated_sampling"
+        if rollout.top_p < 1:
+            yield Problem("rollout.top_p", text, rollout.top_p)
+        if rollout.top_k > 0:
+            yield Problem("rollout.top_k", text, rollout.top_k)
+    if config.algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
+        text = f"{config.algorithm.adv_estimator} compares responses of one prompt; use n >= 2"
+        yield Problem("rollout.n", text, rollout.n)
+
+
+def _check_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
+    alg, trainer = config.algorithm, config.trainer
+    if trainer.critic_warmup and not config.needs_critic:
+        text = f"adv_estimator {alg.adv_estimator} has no critic; set it to 0"
+        yield Problem("trainer.critic_warmup", text, trainer.critic_warmup)
+    elif trainer.total_iterations is not None and trainer.critic_warmup >= trainer.total_iterations:
+        text = (
+            f"must be less than trainer.total_iterations ({trainer.total_iterations}), or no actor is trained"
+        )
+        yield Problem("trainer.critic_warmup", text, trainer.critic_warmup)
+    ctrl = alg.kl_ctrl
+    if alg.use_kl_in_reward and ctrl.type != "fixed" and ctrl.kl_coef == 0:
+        yield Problem(
+            "algorithm.kl_ctrl.kl_coef", f"type {ctrl.type} scales it, so it stays 0; start above 0", 0.0
+        )
+    if not config.needs_critic:
+        for key, used in (
+            ("adaptive_lam_alpha", alg.adaptive_lam_alpha is not None),
+            ("bootstrap_truncated", alg.bootstrap_truncated),
+        ):
+            if used:
+                text = f"is used by gae only, not by {alg.adv_estimator}; remove it"
+                yield Problem(f"algorithm.{key}", text, getattr(alg, key))
+    yield from _check_shaping(config)
+
+
+def _check_shaping(config: ExperimentConfig) -> Iterator[Problem]:
+    shaping, correction = config.algorithm.reward_shaping, config.algorithm.correction
+    if shaping.clip is not None and shaping.clip[0] >= shaping.clip[1]:
+        yield Problem("algorithm.reward_shaping.clip", "low must be below high; swap them", shaping.clip)
+    limit = config.data.max_response_length
+    if shaping.overlong.enabled and shaping.overlong.buffer_len > limit:
+        text = f"is longer than data.max_response_length ({limit}); shorten it"
+        yield Problem("algorithm.reward_shaping.overlong.buffer_len", text, shaping.overlong.buffer_len)
+    if correction.band_low >= correction.band_high:
+        text = f"must be below band_high ({correction.band_high})"
+        yield Problem("algorithm.correction.band_low", text, correction.band_low)
+
+
+def _check_policy_loss(config: ExperimentConfig) -> Iterator[Problem]:
+    actor = config.actor
+    if actor.policy_loss == "reinforce" and actor.ppo_epochs > 1:
+        text = "REINFORCE does not correct for a changed policy: more than one epoch is biased"
+        yield Problem("actor.ppo_epochs", text, actor.ppo_epochs, note=True)
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        text = "the KL loss has weight 0: a reference is run for the metric only"
+        yield Problem("actor.kl_loss_coef", text, actor.kl_loss_coef, note=True)
+
+
+# --- lengths and batches -------------------------------------------------------------------------------
+
+
+def _check_lengths(config: ExperimentConfig, facts: dict[str, ModelFacts | None]) -> Iterator[Problem]:
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length
+    said = f"prompt + response may be {longest} tokens"
+    limits = [(f.max_positions, role) for role, f in facts.items() if f is not None and f.max_positions]
+    if limits and min(limits)[0] < longest:
+        limit, role = min(limits)
+        text = f"{said} but the {role} model ends at {limit}; lower max_prompt_length or max_response_length"
+        yield Problem("data.max_response_length", text, data.max_response_length)
+    budgets: list[tuple[str, int | None]] = []
+    if config.actor.use_dynamic_bsz:
+        budgets.append(("actor.ppo_max_token_len_per_gpu", config.actor.ppo_max_token_len_per_gpu))
+        budgets.append(("actor.log_prob_max_token_len_per_gpu", config.actor.log_prob_max_token_len_per_gpu))
+        if config.needs_reference:
+            name = "log_prob_max_token_len_per_gpu"
+            budgets.append((f"reference.{name}", config.reference.log_prob_max_token_len_per_gpu))
+    if config.needs_critic and config.critic.use_dynamic_bsz:
+        budgets.append(("critic.ppo_max_token_len_per_gpu", config.critic.ppo_max_token_len_per_gpu))
+    wrong: dict[int, str] = {}
+    for key, budget in budgets:
+        if budget is not None and budget < longest:
+            wrong.setdefault(budget, key)  # what other keys inherited from this one is said once
+    text = f"{said}, more than this budget; raise it to {longest} or shorten the lengths"
+    for budget, key in wrong.items():
+        yield Problem(key, text, budget)
+    if config.rollout.engine == "embedded" and config.rollout.max_batch_tokens < longest:
+        yield Problem("rollout.max_batch_tokens", text, config.rollout.max_batch_tokens)
+
+
+def _check_batches(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
+    n, total = config.rollout.n, config.data.train_batch_size
+    layouts = roles(config)
+    trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", config.actor)]
+    if config.needs_critic:
+        trained.append(("critic", config.critic))
+    for role, section in trained:
+        mini = section.ppo_mini_batch_size
+        assert mini is not None, "call resolved() first"
+        key = f"{role}.ppo_mini_batch_size"
+        if mini > total or total % mini:
+            text = f"must divide data.train_batch_size ({total}); nearest is {nearest_divisor(total, mini)}"
+            yield Problem(key, text, mini)
+        yield from _check_share(key, mini, n, layouts[role], world_size)
+
+
+def _check_share(
+    key: str, batch: int, n: int, parallel: ParallelConfig, world_size: int | None
+) -> Iterator[Problem]:
+    """Does a batch of `batch` prompts (n samples each) give every data-parallel rank its share?"""
+    if world_size is None or world_size % parallel.model_parallel_size:
+        return
+    dp = world_size // parallel.model_parallel_size
+    samples = batch * n
+    said = f"{batch} x {n} samples" if n > 1 else f"{batch} samples"
+    if samples < dp:
+        least = -(-dp // n)
+        text = f"{said} for {dp} data-parallel ranks leave some idle; use at least {least}, best a multiple"
+        yield Problem(key, text, batch)
+    elif samples % dp:
+        text = f"{said} do not divide by {dp} data-parallel ranks: shares are unequal (slower, still correct)"
+        yield Problem(key, text, batch, note=True)
+
+
+def nearest_divisor(total: int, wanted: int) -> int:
+    """The divisor of `total` closest to `wanted`; the smaller one if two are equally close."""
+    divisors = [d for i in range(1, int(total**0.5) + 1) if total % i == 0 for d in (i, total // i)]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _check_optim(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield Problem(f"{prefix}.betas", "each must be >= 0 and < 1", optim.betas)
+    if optim.lr > 1e-2:
+        yield Problem(f"{prefix}.lr", "is unusually high for a language model", optim.lr, note=True)
+
+
+# --- supervised fine-tuning ----------------------------------------------------------------------------
+
+
+def _check_sft(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
+    sft = config.sft
+    if sft is None:
+        yield Problem("sft", "is required for supervised fine-tuning; add the section")
+        return
+    facts, wrong = read_model_folder(config.model.path)
+    if wrong:
+        yield Problem("model.path", wrong, config.model.path)
+    yield from _check_tokenizer(config)
+    yield from check_layout("sft.parallel", sft.parallel, facts, world_size)
+    if not sft.train_files:
+        yield Problem("sft.train_files", "no training examples; list at least one file", sft.train_files)
+    yield from _check_data_files("sft.train_files", sft.train_files)
+    yield from _check_data_files("sft.val_files", sft.val_files)
+    limit = facts.max_positions if facts else None
+    if limit is not None and sft.max_length > limit:
+        yield Problem("sft.max_length", f"the model ends at {limit} tokens; lower it", sft.max_length)
+    if sft.use_dynamic_bsz and sft.max_token_len_per_gpu < sft.max_length:
+        text = f"is less than sft.max_length ({sft.max_length}); raise it or shorten max_length"
+        yield Problem("sft.max_token_len_per_gpu", text, sft.max_token_len_per_gpu)
+    yield from _check_share("sft.batch_size", sft.batch_size, 1, sft.parallel, world_size)
+    yield from _check_optim("sft.optim", sft.optim)

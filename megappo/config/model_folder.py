@@ -1,0 +1,87 @@
+"""What a Hugging Face folder says about its model, read with json alone (no torch, no transformers)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: architectures that the bridge knows
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes that decide whether a layout or a length fits; None where config.json does not say."""
+
+    layers: int | None
+    heads: int | None
+    kv_heads: int | None
+    ffn: int | None
+    max_positions: int | None  # tokens
+
+
+def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
+    """(facts, None) for a usable folder, else (None, what is wrong and what to do)."""
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "no such folder"
+        return None, f"{what}; give a local Hugging Face folder (names on a hub are not downloaded)"
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        return None, "the folder has no config.json; give the folder that `save_pretrained` wrote"
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict):
+        return None, "its config.json is not valid JSON; download the model again"
+    names = config.get("architectures") or ["(none named)"]
+    if not any(name in SUPPORTED_ARCHITECTURES for name in names):
+        known = ", ".join(SUPPORTED_ARCHITECTURES)
+        return None, f"architecture {', '.join(map(str, names))} is not supported; use one of {known}"
+    if not any(folder.glob("*.safetensors")):
+        return None, "the folder has no *.safetensors; save the model with safe_serialization=True"
+    return _facts(config), None
+
+
+def tokenizer_problem(path: str) -> str | None:
+    """What is wrong with a tokenizer folder, or None."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return "no such folder; give a local folder with tokenizer.json"
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return "the folder has no tokenizer.json; set model.tokenizer_path to a folder that has one"
+    return None
+
+
+def _facts(config: dict[str, Any]) -> ModelFacts:
+    def number(name: str) -> int | None:
+        value = config.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    heads = number("num_attention_heads")
+    return ModelFacts(
+        layers=number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads") or heads,
+        ffn=number("intermediate_size"),
+        max_positions=_max_positions(config, number("max_position_embeddings")),
+    )
+
+
+def _max_positions(config: dict[str, Any], plain: int | None) -> int | None:
+    """max_position_embeddings, or what RoPE scaling stretches the original length to if that is more."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if plain is None or not isinstance(scaling, dict):
+        return plain
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    if isinstance(original, int) and isinstance(factor, (int, float)):
+        return max(plain, int(original * factor))
+    return plain

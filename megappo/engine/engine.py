@@ -1,0 +1,302 @@
+"""ModelEngine: one role (actor, critic, reference, reward) in one parallel layout, behind three verbs:
+`forward`, `train_step`, `stream_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.algorithms.aggregate import BatchCounts, token_weights
+from megappo.bridge.megatron import MegatronWeights, load_weights, stream_full_tensors
+from megappo.checkpoint.hf import HFReader
+from megappo.config.schema.optim import OptimConfig
+from megappo.data.batch import Placement, RolloutBatch
+from megappo.engine.losses import Loss, LossOutput
+from megappo.engine.micro import MicroBatch, prepare
+from megappo.engine.optimizer import RoleOptimizer
+from megappo.models.build import build_model
+from megappo.models.spec import ModelSpec
+from megappo.parallel import backend, vocab
+from megappo.parallel.groups import parallel_context
+from megappo.parallel.layout import ParallelLayout
+
+Want = Literal["logprobs", "values"]
+_VALUE_HEAD = frozenset({"score.weight", "score.bias"})
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a role computes. `temperature` (> 0) divides policy logits and is ignored by a critic."""
+
+    critic: bool = False
+    dtype: torch.dtype = torch.float32
+    temperature: float = 1.0
+    recompute: Literal["selective", "full"] | None = None
+    distributed_optimizer: bool = True
+
+
+@dataclass
+class StepStats:
+    """One optimizer step: metric sums and maxima of this rank (reduce over ranks!), the same step result on all."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class ModelEngine:
+    """One role on all ranks of its layout. Construction and every method are collective.
+
+    A trained role passes `optim` and `total_steps` (optimizer steps of the whole run, for the learning rate).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ParallelLayout,
+        options: EngineOptions,
+        *,
+        optim: OptimConfig | None = None,
+        total_steps: int = 1,
+    ):
+        self.spec, self.layout, self.options = spec, layout, options
+        self.device = backend.device()
+        self.context = parallel_context(layout)
+        self.thd = backend.has_transformer_engine()
+        self.weights = MegatronWeights(spec, layout, critic=options.critic, fused_norms=self.thd)
+        self.optimizer: RoleOptimizer | None = None
+        with self.context:
+            self.chunks = build_model(
+                spec, self.context, options.dtype, critic=options.critic, recompute=options.recompute
+            )
+            self.config = self.chunks[0].config
+            self.models = self._wrap(optim, total_steps) if optim is not None else self._freeze()
+
+    # -------------------------------------------------------------- construction
+    def _freeze(self) -> list:
+        for chunk in self.chunks:
+            chunk.requires_grad_(False).eval()
+        return self.chunks
+
+    def _wrap(self, optim: OptimConfig, total_steps: int) -> list:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.options.distributed_optimizer,
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=False,
+        )
+        models = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
+
+        def finalize(model, num_tokens=None, **kwargs):
+            # Our losses carry their global denominator already: megatron must not divide once more.
+            finalize_model_grads(model, None, **kwargs)
+
+        self.config.finalize_model_grads_func = finalize
+        self.optimizer = RoleOptimizer(
+            optim,
+            models,
+            dtype=self.options.dtype,
+            distributed=self.options.distributed_optimizer,
+            total_steps=total_steps,
+        )
+        return models
+
+    def load_hf(self, reader: HFReader) -> None:
+        """Load a Hugging Face folder strictly, each rank reading only the slices that it holds.
+
+        A critic takes the trunk of a policy: its language head is left out, a missing value head stays zero.
+
+        Raises:
+            UserError: a tensor is missing, unknown or of the wrong shape, or a file is damaged.
+        """
+        optional = {"lm_head.weight"} if self.options.critic or self.spec.tied_embeddings else set()
+        missing_head = _VALUE_HEAD - reader.where.keys() if self.options.critic else frozenset()
+        reader.check(self.weights.hf_shapes(), optional | missing_head)
+        load_weights(self.weights, self.chunks, self.context.rank, reader.read, skip=frozenset(missing_head))
+        self.sync_master_weights()
+
+    def sync_master_weights(self) -> None:
+        """After the parameters were set from outside: fp32 master copies must follow, or the next step undoes it."""
+        if self.optimizer is not None:
+            with self.context:
+                self.optimizer.inner.reload_model_params()
+
+    def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """`(hf_name, full tensor)` of the current weights on every rank. Collective."""
+        yield from stream_full_tensors(self.weights, self.chunks, self.context.rank, dtype)
+
+    # -------------------------------------------------------------- running the model
+    def _run(self, batch: RolloutBatch, micro_batches: list[list[int]], columns, handle, *, train: bool) -> None:
+        """Feed micro-batches through megatron's pipeline schedule; `handle(micro, output) → loss` on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        micros = [
+            prepare(batch, samples, columns, device=self.device, multiple=multiple, thd=self.thd)
+            for samples in micro_batches
+        ]
+
+        def forward_step(iterator, model):
+            micro = next(iterator)
+            output = model(micro.tokens, None, None, packed_seq_params=micro.packed)
+
+            def loss_func(out):
+                loss = handle(micro, out)
+                return loss, torch.zeros((), dtype=torch.int, device=self.device), {}
+
+            return output, loss_func
+
+        iterators = [iter(micros) for _ in self.models]
+        interleaved = len(self.models) > 1
+        with self.context, torch.set_grad_enabled(train):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if interleaved else iterators[0],
+                model=self.models if interleaved else self.models[0],
+                num_microbatches=len(micros),
+                seq_length=micros[0].tokens.shape[1],
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+
+    def _rows(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """The output (hidden states of a policy, values of a critic) at the rows that are scored."""
+        if self.options.critic:
+            return output.reshape(-1)[micro.rows]
+        return self.chunks[-1].enter_head(output)[micro.rows]
+
+    def _head_options(self) -> dict:
+        return {
+            "vocab_size": self.spec.vocab_size,
+            "temperature": self.options.temperature,
+            "group": self.context.tp_group,
+        }
+
+    def forward(self, batch: RolloutBatch, micro_batches: list[list[int]], want: Want) -> dict[str, Tensor]:
+        """Score every trained token held here, without gradients.
+
+        Returns:
+            `{"logprobs"}` or `{"values", "last_values"}`: fp32 columns `[total local tokens]`, zero where the loss
+            mask is; `last_values` `[local samples]` is V after the last token.
+        """
+        result = torch.zeros(len(batch["tokens"]) + len(batch.indices), device=self.device)
+        columns, lasts = result[: len(batch["tokens"])], result[len(batch["tokens"]) :]
+        position = {int(s): i for i, s in enumerate(batch.indices)}
+
+        def handle(micro: MicroBatch, output: Tensor) -> Tensor:
+            picked = self._rows(micro, output)
+            if want == "logprobs":
+                picked, _ = vocab.token_logprobs(
+                    picked, self.chunks[-1].head_weight(), micro.targets, **self._head_options()
+                )
+            elif micro.samples:
+                lasts[[position[s] for s in micro.samples]] = output.reshape(-1)[micro.last].float()
+            columns[micro.index.to(self.device)] = picked.float()
+            return torch.zeros((), device=self.device)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        self._run(batch, micro_batches, (), handle, train=False)
+        result = self._from_last_stage(result).cpu()
+        columns, lasts = result[: len(batch["tokens"])], result[len(batch["tokens"]) :]
+        return {"logprobs": columns} if want == "logprobs" else {"values": columns, "last_values": lasts}
+
+    def _from_last_stage(self, result: Tensor) -> Tensor:
+        if self.layout.pp > 1:
+            dist.broadcast(result, src=self.context.last_stage_rank, group=self.context.pp_group)
+        return result
+
+    # -------------------------------------------------------------- training
+    def train_step(
+        self,
+        batch: RolloutBatch,
+        mini_batch,
+        micro_batches: list[list[int]],
+        loss: Loss,
+        *,
+        agg_mode: str,
+        norm_length: int | None = None,
+    ) -> StepStats:
+        """One optimizer step on the samples `mini_batch` (global indices), of which this rank runs `micro_batches`.
+
+        The denominators of the loss come from the metadata of the whole mini-batch, so the result does not depend
+        on how it is divided over ranks and micro-batches.
+        """
+        trainable = batch.info.trainable[mini_batch]
+        counts = BatchCounts(tokens=int(trainable.sum()), sequences=int((trainable > 0).sum()))
+        batch["weights"] = token_weights(
+            batch["loss_mask"], batch.cu_seqlens, agg_mode, counts, norm_length=norm_length
+        )
+        batch["token_share"] = batch["loss_mask"].float() / max(1, counts.tokens)
+        sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in loss.sums}
+        maxima = {name: torch.full_like(s, -torch.inf) for s in sums.values() for name in loss.maxima}
+
+        def collect(part: LossOutput) -> Tensor:
+            for name in loss.sums:
+                sums[name] += part.sums[name]
+            for name in loss.maxima:
+                maxima[name] = torch.maximum(maxima[name], part.maxima[name])
+            return part.loss
+
+        def handle(micro: MicroBatch, output: Tensor) -> Tensor:
+            return self._loss(micro, self._rows(micro, output), loss, collect)
+
+        for chunk in self.chunks:
+            chunk.train()
+        with self.context:
+            self.optimizer.zero_grad()
+        self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True)
+        with self.context:
+            step = self.optimizer.step()
+        return StepStats(
+            {name: float(value) for name, value in sums.items()},
+            {name: float(value) for name, value in maxima.items()},
+            step.grad_norm,
+            step.lr,
+            step.applied,
+        )
+
+    def _loss(self, micro: MicroBatch, rows: Tensor, loss: Loss, collect) -> Tensor:
+        if self.options.critic:
+            return collect(loss(rows, None, micro.columns, micro.cu_rows))
+        weight = self.chunks[-1].head_weight()
+        if loss.token_local:
+
+            def part(logprobs, entropy, start, stop):
+                columns = {name: column[start:stop] for name, column in micro.columns.items()}
+                return collect(loss(logprobs, entropy, columns, None))
+
+            total, _, _ = vocab.fused_token_loss(
+                rows, weight, micro.targets, part, want_entropy=loss.want_entropy, **self._head_options()
+            )
+            return total
+        logprobs, entropy = vocab.token_logprobs(
+            rows, weight, micro.targets, want_entropy=loss.want_entropy, **self._head_options()
+        )
+        return collect(loss(logprobs, entropy, micro.columns, micro.cu_rows))
+
+    # -------------------------------------------------------------- who reports
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each data-parallel replica whose metric sums count."""
+        c = self.context.coords
+        return c.tp == 0 and c.cp == 0 and self.context.is_last_stage
+
+    def placement(self, owner) -> Placement:
+        """Samples spread over this role's data-parallel replicas."""
+        return Placement(self.layout, owner)

@@ -1,0 +1,198 @@
+"""Plain-torch layers for megatron-core's local layer spec: used where Transformer Engine is not.
+
+They enter through megatron-core's own extension point (`ModuleSpec`), on CPU and on GPU alike:
+
+* `RMSNorm`: megatron's torch norm refuses sequence parallelism; this one flags its weight for it.
+* `PackedAttention`: megatron's torch attention refuses packed sequences; this one attends inside each sequence of
+  a packed row, in a few padded groups of similar length so that many short sequences cost few kernel calls.
+* `PackedRotary`: positions restart with every packed sequence.
+* `LanguageModelHead`, `ValueHead`: see `models/heads.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+# A group may hold at most this many times its real tokens; more would waste quadratic attention work.
+_MAX_PADDING = 1.3
+
+
+@dataclass
+class AttentionGroup:
+    """Sequences of similar length, attended to as one right-padded batch.
+
+    Attributes:
+        gather: `[n · longest]` packed positions, sequence by sequence; padding repeats position 0.
+        keep: `[tokens]` positions of the real tokens in the padded batch, or None when there is no padding.
+        shape: `(n, longest)`.
+    """
+
+    gather: Tensor
+    keep: Tensor | None
+    shape: tuple[int, int]
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Boundaries of the sequences packed into one row of `total` tokens, with what attention derives from them.
+
+    `qkv_format` stays "sbhd" for the torch layers (they handle the boundaries themselves) and is "thd" for
+    Transformer Engine.
+    """
+
+    positions: Tensor | None = None
+    groups: list[AttentionGroup] = field(default_factory=list)
+    restore: Tensor | None = None
+
+
+def pack(lengths: list[int], device: torch.device, *, thd: bool = False) -> PackedSequences:
+    """Describe a packed row: sequence `i` has `lengths[i]` (>= 1) tokens, one after the other."""
+    cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    longest = max(lengths)
+    positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1].long(), torch.tensor(lengths))
+    packed = PackedSequences(
+        qkv_format="thd" if thd else "sbhd",
+        cu_seqlens_q=cu.to(device),
+        cu_seqlens_kv=cu.to(device),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=positions.to(device),
+    )
+    if not thd:
+        packed.groups, packed.restore = _attention_groups(lengths, cu.long(), device)
+    return packed
+
+
+def _attention_groups(lengths: list[int], starts: Tensor, device) -> tuple[list[AttentionGroup], Tensor | None]:
+    """Cut the sequences, longest first, into groups whose padding stays small."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    members: list[list[int]] = []
+    tokens = 0
+    for i in order:
+        if members:
+            longest, count = lengths[members[-1][0]], len(members[-1]) + 1
+            if longest * count <= _MAX_PADDING * (tokens + lengths[i]):
+                members[-1].append(i)
+                tokens += lengths[i]
+                continue
+        members.append([i])
+        tokens = lengths[i]
+    groups, sources = [], []
+    for group in members:
+        group.sort()
+        size = torch.tensor([lengths[i] for i in group])
+        longest = int(size.max())
+        offset = torch.arange(longest).expand(len(group), longest)
+        real = offset < size[:, None]
+        index = torch.where(real, starts[torch.tensor(group)][:, None] + offset, 0).reshape(-1)
+        keep = None if bool(real.all()) else real.reshape(-1).nonzero().squeeze(1)
+        sources.append(index if keep is None else index[keep])
+        groups.append(
+            AttentionGroup(index.to(device), None if keep is None else keep.to(device), (len(group), longest))
+        )
+    source = torch.cat(sources)
+    if torch.equal(source, torch.arange(len(source))):
+        return groups, None
+    return groups, torch.argsort(source).to(device)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside each packed sequence, through `scaled_dot_product_attention`.
+
+    Padding is on the right, where a causal query never looks, so no mask tensor is needed.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        **_,
+    ):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """query `[total, 1, heads, dim]`, key and value `[total, 1, kv_heads, dim]` → `[total, 1, heads·dim]`."""
+        if packed_seq_params is None:
+            raise RuntimeError("PackedAttention needs packed_seq_params; call the model through ModelEngine")
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        outs = [self._attend(query, key, value, group) for group in packed_seq_params.groups]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if packed_seq_params.restore is not None:
+            out = out.index_select(0, packed_seq_params.restore)
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
+        n, longest = group.shape
+        whole = group.keep is None and n * longest == query.shape[0] and n == 1
+
+        def batch(x: Tensor) -> Tensor:
+            rows = x if whole else x.index_select(0, group.gather)
+            return rows.reshape(n, longest, x.shape[1], x.shape[2]).transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(
+            batch(query),
+            batch(key),
+            batch(value),
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        out = out.transpose(1, 2).reshape(n * longest, query.shape[1], -1)
+        return out if group.keep is None else out.index_select(0, group.keep)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019): normalise in fp32, cast back, then scale, as transformers do."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each TP rank sees its own tokens only: megatron sums flagged gradients.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class PackedRotary(torch.nn.Module):
+    """Rotary embedding whose positions restart with every packed sequence.
+
+    megatron-core asks first for a length (`get_rotary_seq_len`, which gets the packing) and then for the angles
+    (`forward`, which does not): the first call leaves the positions for the second.
+    """
+
+    def __init__(self, inv_freq: Tensor):
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, inference_context, decoder, decoder_input, config, packed_seq_params=None) -> int:
+        self._positions = packed_seq_params.positions
+        return len(packed_seq_params.positions)
+
+    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group=None) -> Tensor:
+        """Angles `[total, 1, 1, head_dim]` in fp32."""
+        angles = self._positions.float()[:, None] * self.inv_freq
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
