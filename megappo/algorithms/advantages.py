@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
-from megappo.algorithms.scan import Blocks
-from megappo.algorithms.segments import expand, widen, zero_outside
+from megappo.algorithms.scan import discounted_sums
+from megappo.algorithms.segments import (
+    TrainableRuns,
+    expand,
+    trainable_counts,
+    trainable_runs,
+    widen,
+    zero_outside,
+)
 
 GRPO_EPS = 1e-6
 WHITEN_EPS = 1e-8
@@ -41,23 +48,52 @@ def gae(
     Returns:
         (advantages, returns), fp32 `[total]`, 0 outside the mask.
     """
-    rewards, values = rewards.float(), values.float()
-    total, n = values.numel(), cu_seqlens.numel() - 1
-    blocks = Blocks.of_trainable(loss_mask, cu_seqlens)
-    if blocks.number == 0:
+    rewards, values, mask = rewards.float(), values.float(), loss_mask.bool()
+    if values.numel() == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
-
-    delta = _td_errors(blocks, rewards, values, gamma, bootstrap_values)
-    lam_advantages = torch.full((n,), float(lam), dtype=torch.float64, device=values.device)
+    runs = trainable_runs(mask, cu_seqlens)
+    delta = _td_errors(rewards, values, mask, gamma, runs, bootstrap_values)
     if adaptive_alpha is not None:
-        lam_advantages = adaptive_lambda(blocks.length, adaptive_alpha)
-    separate = delta.clone() if lam_returns is not None else None
-    advantages = blocks.scatter(blocks.scan_(delta, gamma * lam_advantages), total)
-    if separate is None:
-        return advantages, zero_outside(advantages + values, loss_mask)
-    decay = torch.full_like(lam_advantages, gamma * lam_returns)
-    returns = blocks.scatter(blocks.scan_(separate, decay), total)
-    return advantages, zero_outside(returns + values, loss_mask)
+        lam = adaptive_lambda(trainable_counts(mask, cu_seqlens), adaptive_alpha)
+    advantages = _sums_of_trainable(delta, gamma * lam, mask, cu_seqlens, runs)
+    baselined = advantages
+    if lam_returns is not None:
+        baselined = _sums_of_trainable(delta, gamma * lam_returns, mask, cu_seqlens, runs)
+    return advantages, (baselined + values).masked_fill_(~mask, 0.0)
+
+
+def _td_errors(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    runs: TrainableRuns,
+    bootstrap_values: Tensor | None,
+) -> Tensor:
+    """`δ_t = r_t + γ·V_{next trainable} − V_t`, 0 outside the mask."""
+    delta = rewards - values
+    last = delta[runs.last]
+    following = torch.zeros_like(last)
+    if bootstrap_values is not None:
+        following = bootstrap_values.to(values.dtype)[runs.sequence]
+    following[:-1] = torch.where(runs.continues, values[runs.first[1:]], following[:-1])
+    delta[:-1].add_(values[1:], alpha=gamma)
+    delta[runs.last] = last + gamma * following
+    return delta.masked_fill_(~mask, 0.0)
+
+
+def _sums_of_trainable(
+    x: Tensor, decay: float | Tensor, mask: Tensor, cu_seqlens: Tensor, runs: TrainableRuns
+) -> Tensor:
+    """`G_t = x_t + decay·G_{next trainable}`, 0 outside the mask; x is 0 there, decay a number or `[n]`."""
+    if isinstance(decay, Tensor):
+        decays = expand(decay.to(x.dtype), cu_seqlens, x.numel())
+    else:
+        decays = torch.full_like(x, decay)
+    if bool(runs.continues.any()):  # else every masked token is before or behind all trainable ones
+        decays.masked_fill_(~mask, 1.0)
+    decays[cu_seqlens[1:] - 1] = 0.0  # the end of an empty sequence is the end of an earlier one: harmless
+    return discounted_sums(x, decays).masked_fill_(~mask, 0.0)
 
 
 def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
@@ -67,33 +103,17 @@ def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     return 1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)
 
 
-def _td_errors(
-    blocks: Blocks, rewards: Tensor, values: Tensor, gamma: float, bootstrap_values: Tensor | None
-) -> Tensor:
-    """`[K, blocks]` TD errors, 0 in the spare slots."""
-    value, delta = blocks.gather(values), blocks.gather(rewards)
-    delta -= value
-    last = delta[:, blocks.tail]
-    if bootstrap_values is not None:
-        last = last + gamma * bootstrap_values.float()[blocks.filled_runs]
-    delta[:-1].add_(value[1:], alpha=gamma)
-    delta[-1, :-1].add_(value[0, 1:], alpha=gamma)  # across blocks; wrong across sequences, replaced below
-    tail = torch.where(blocks.at_last, last, delta[:, blocks.tail])
-    delta[:, blocks.tail] = torch.where(blocks.inside, tail, 0.0)
-    return delta
-
-
 @torch.no_grad()
 def rewards_to_go(rewards: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
     """`G_t = r_t + γ·G_{t+1}` over trainable tokens (REINFORCE++, arXiv:2501.03262).
 
     Returns fp32 `[total]`, 0 outside the mask.
     """
-    blocks = Blocks.of_trainable(loss_mask, cu_seqlens)
-    if blocks.number == 0:
-        return torch.zeros_like(rewards, dtype=torch.float32)
-    decay = torch.full((cu_seqlens.numel() - 1,), float(gamma), dtype=torch.float64, device=rewards.device)
-    return blocks.scan(rewards.float(), decay)
+    mask = loss_mask.bool()
+    if mask.numel() == 0:
+        return torch.zeros_like(mask, dtype=torch.float32)
+    runs = trainable_runs(mask, cu_seqlens)
+    return _sums_of_trainable(zero_outside(rewards.float(), mask), float(gamma), mask, cu_seqlens, runs)
 
 
 GROUP_KINDS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "remax")

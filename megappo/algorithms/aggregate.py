@@ -1,4 +1,4 @@
-"""Linear loss aggregation, `Σ_t w_t·L_t`, with w from global counts: any split of a batch sums to one loss."""
+"""Linear loss aggregation, `Σ_t w_t·L_t`, w from global counts: any split of a batch sums to one loss."""
 
 from dataclasses import dataclass
 

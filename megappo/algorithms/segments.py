@@ -46,26 +46,43 @@ def trainable_counts(loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainableSpans:
-    """Where each sequence's trainable tokens are. `first` and `last` mean nothing where `count` is 0."""
+    """Counts and ends of each sequence's trainable tokens. `last` means nothing where `count` is 0."""
 
-    first: Tensor  # int64[n], flat index of the first trainable token
-    last: Tensor  # int64[n], flat index of the last one
+    last: Tensor  # int64[n], flat index of the last trainable token
     count: Tensor  # int64[n]
     rank: Tensor  # int32[total], trainable tokens up to and including this one, over the whole batch
-    before: Tensor  # int32[n], trainable tokens in earlier sequences
+    end_rank: Tensor  # int32[n], the same at the end of the sequence
 
 
 def trainable_spans(loss_mask: Tensor, cu_seqlens: Tensor) -> TrainableSpans:
-    """First and last trainable token of each sequence and how many there are, without listing them."""
+    """Last trainable token of each sequence, how many there are, and the rank of each."""
     rank, at_boundary = _running_count(loss_mask, cu_seqlens)
-    before, after = at_boundary[:-1], at_boundary[1:]
-    return TrainableSpans(
-        first=torch.searchsorted(rank, before + 1),
-        last=torch.searchsorted(rank, after.contiguous()),
-        count=at_boundary.diff().long(),
-        rank=rank,
-        before=before,
-    )
+    end_rank = at_boundary[1:].contiguous()
+    return TrainableSpans(torch.searchsorted(rank, end_rank), at_boundary.diff().long(), rank, end_rank)
+
+
+@dataclass(frozen=True)
+class TrainableRuns:
+    """The unbroken runs of trainable tokens, in order. A run never crosses a sequence boundary."""
+
+    first: Tensor  # int64[runs], flat index of the run's first token
+    last: Tensor  # int64[runs]
+    sequence: Tensor  # int64[runs]
+    continues: Tensor  # bool[runs - 1]: the next run is of the same sequence, so there is a hole between them
+
+
+def trainable_runs(mask: Tensor, cu_seqlens: Tensor) -> TrainableRuns:
+    """Find the runs of a bool mask."""
+    total = mask.numel()
+    before = torch.zeros(total + 2, dtype=torch.bool, device=mask.device)
+    before[1:-1] = mask
+    after = before[2:].clone()
+    before[cu_seqlens] = False
+    after[cu_seqlens[1:] - 1] = False
+    first = (mask & ~before[:total]).nonzero().squeeze(1)
+    last = (mask & ~after).nonzero().squeeze(1)
+    sequence = torch.searchsorted(cu_seqlens, first, right=True) - 1
+    return TrainableRuns(first, last, sequence, sequence[1:] == sequence[:-1])
 
 
 def _running_count(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

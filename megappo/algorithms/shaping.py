@@ -36,7 +36,7 @@ def token_rewards(
     share = (
         scores * (1 - decay) / -torch.expm1(count * math.log(decay))
     )  # Σ_k decay^k = (1 − decay^n)/(1 − decay)
-    following = expand(spans.before + spans.count, cu_seqlens, total) - spans.rank
+    following = expand(spans.end_rank, cu_seqlens, total) - spans.rank
     return zero_outside(expand(share, cu_seqlens, total) * decay ** following.double(), loss_mask).float()
 
 

@@ -1,0 +1,1 @@
+"""Configuration: schema, loading, checks, verl import. Imports neither torch nor anything heavy."""

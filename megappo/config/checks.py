@@ -30,8 +30,12 @@ def check_config(
 def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
     facts: dict[str, ModelFacts | None] = {}
     yield from _check_models(config, facts)
+    said: list[tuple[ParallelConfig, ModelFacts | None]] = []
     for role, parallel in roles(config).items():
-        yield from check_layout(f"{role}.parallel", parallel, facts.get(role), world_size)
+        case = (parallel, facts.get(role))
+        if case not in said:  # a mistake that critic and reference inherit is said once, for the actor
+            said.append(case)
+            yield from check_layout(f"{role}.parallel", *case, world_size)
     yield from _check_train_data(config)
     yield from _check_rewards(config)
     yield from _check_rollout(config)
@@ -145,9 +149,12 @@ def _check_rewards(config: ExperimentConfig) -> Iterator[Problem]:
                 key, f"type {reward.type} takes no path; use type: function or remove it", reward.path
             )
         if reward.type == "function":
-            module, _, name = (reward.path or "").partition(":")
-            if not module or not name:
-                yield Problem(key, "needs `package.module:function` for type function", reward.path)
+            target, _, name = (reward.path or "").rpartition(":")
+            if not target or not name.isidentifier():
+                text = "needs `package.module:function` or `path/to/file.py:function`"
+                yield Problem(key, text, reward.path)
+            elif target.endswith(".py") and not Path(target).is_file():
+                yield Problem(key, "no such file; check the path", reward.path)
     if config.rewards and all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards.0.weight", "all weights are 0, nothing is learnt; give one a weight", 0.0)
 
@@ -264,9 +271,13 @@ def _check_batches(config: ExperimentConfig, world_size: int | None) -> Iterator
     trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", config.actor)]
     if config.needs_critic:
         trained.append(("critic", config.critic))
+    said: list[tuple[int, ParallelConfig]] = []
     for role, section in trained:
         mini = section.ppo_mini_batch_size
         assert mini is not None, "call resolved() first"
+        if (mini, layouts[role]) in said:
+            continue
+        said.append((mini, layouts[role]))
         key = f"{role}.ppo_mini_batch_size"
         if mini > total or total % mini:
             text = f"must divide data.train_batch_size ({total}); nearest is {nearest_divisor(total, mini)}"

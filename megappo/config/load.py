@@ -12,6 +12,7 @@ from megappo.config.checks import check_config
 from megappo.config.problems import Problem, Sources
 from megappo.config.schema.base import Section, is_path_field, section_type
 from megappo.config.schema.experiment import ExperimentConfig
+from megappo.config.schema.rewards import RewardConfig
 from megappo.config.validate import build, normalise
 from megappo.config.yaml_io import parse_yaml, read_yaml_mapping, yaml_error_line
 
@@ -54,7 +55,9 @@ def read_config(
         problems.append(Problem("sft", "is required for supervised fine-tuning; add the section"))
     sources.raise_if_any(problems)
     assert config is not None  # no problems, so it was built
-    return config.resolved(), sources
+    config = config.resolved()
+    config.trainer.output_dir = absolute_path(config.trainer.output_dir, path.resolve().parent)  # the default
+    return config, sources
 
 
 # --- paths ---------------------------------------------------------------------------------------------
@@ -83,6 +86,8 @@ def _absolute_value(value: Any, cls: type[Section], name: str, base: Path) -> An
         return items if isinstance(value, list) else items[0]
     if name == "chat_template" and isinstance(value, str) and "{" not in value and "\n" not in value:
         return absolute_path(value, base)
+    if cls is RewardConfig and name == "path" and isinstance(value, str) and ".py:" in value:
+        return absolute_path(value, base)  # path/to/file.py:function
     return value
 
 

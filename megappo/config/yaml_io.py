@@ -69,6 +69,23 @@ def read_yaml_mapping(path: str | Path) -> dict[str, Any]:
     return tree
 
 
+class _Dumper(yaml.SafeDumper):
+    """Mappings in block style; lists of plain values on one line."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _represent_list(dumper: yaml.SafeDumper, value: list) -> yaml.SequenceNode:
+    flat = not any(isinstance(item, (dict, list)) for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
 def dump_yaml(tree: Any) -> str:
-    """Block-style YAML in the order given."""
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    """YAML in the order given."""
+    return yaml.dump(
+        tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
+    )

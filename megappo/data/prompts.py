@@ -21,7 +21,7 @@ TOKENIZE_CHUNK = 1024  # texts a tokenizer call; bounds the memory of a large da
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """One row as it stands in its file. `number` counts from 1: the line of a JSONL file, the row of a parquet."""
+    """One row as it stands in its file. `number` is its line (JSONL) or row (parquet), from 1."""
 
     file: str
     number: int
@@ -32,13 +32,14 @@ class SourceRow:
         return f"{self.file}, row {self.number}"
 
 
-# --- files -----------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------
 
 
 def read_rows(files: Sequence[str | Path] | str | Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
     """All rows of parquet and JSONL files, in order.
 
-    Raises UserError for a missing, unreadable or empty file, a broken JSON line, or a `required` column that is absent.
+    Raises UserError for a missing, unreadable or empty file, a broken JSON line, or a `required` column
+    that is absent.
     """
     return [row.data for row in read_source_rows(files, required)]
 
@@ -113,7 +114,7 @@ def _read_json_lines(path: Path, required: Sequence[str]) -> Iterator[SourceRow]
             yield SourceRow(str(path), number, row)
 
 
-# --- text to token ids -----------------------------------------------------------------------------------------
+# --- text to token ids ------------------------------------------------------------------------------------
 
 
 def resolve_chat_template(template: str | None) -> str | None:
@@ -153,7 +154,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = resolve_chat_template(chat_template)
-        # An empty text shows what the tokenizer adds; asking for flags would differ between tokenizer classes.
+        # An empty text shows what the tokenizer adds; flags like add_bos_token exist in some classes only.
         added = list(tokenizer("", add_special_tokens=True)["input_ids"])
         bos = tokenizer.bos_token_id
         self._bos = bos if bos is not None and added[:1] == [bos] else None
@@ -211,12 +212,12 @@ def _check_text(text: str, where: str) -> str:
     return text
 
 
-# --- data set --------------------------------------------------------------------------------------------------
+# --- data set ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt. `index` is its place in the data set (`dataset[row.index] is row`); `source` is file and row."""
+    """One prompt. `index` is its place: `dataset[row.index] is row`; `source` is file and row."""
 
     index: int
     prompt_ids: list[int]
@@ -229,7 +230,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class LengthReport:
-    """What the length filter did: numbers of prompts, and `longest` and `limit` in tokens (longest of all read)."""
+    """What the length filter did, in prompts; `longest` (of all that were read) and `limit` in tokens."""
 
     total: int
     kept: int
@@ -266,6 +267,8 @@ class PromptDataset(Sequence[PromptRow]):
         chat_template: str | None = None,
         max_samples: int | None = None,
     ) -> None:
+        if max_samples is not None and max_samples < 1:
+            raise UserError(f"data.val_max_samples is {max_samples}: use at least 1, or null for all")
         sources = read_source_rows(files, required=(prompt_key,))[:max_samples]
         encoder = PromptEncoder(tokenizer, chat_template)
         texts = [encoder.render(row.data[prompt_key], row.where) for row in sources]
@@ -283,13 +286,13 @@ class PromptDataset(Sequence[PromptRow]):
                     f"{source.where}: the prompt has {len(ids)} tokens but data.max_prompt_length is "
                     f"{max_prompt_length}: raise it or set data.filter_overlong_prompts=true"
                 )
-        longest = max((len(ids) for ids in all_ids), default=0)
+        longest = max(map(len, all_ids))
         kept = len(self._rows)
         self.report = LengthReport(len(sources), kept, len(sources) - kept, longest, max_prompt_length)
         if not self._rows:
             raise UserError(
-                f"{sources[0].file if sources else files}: no prompt is left: all {len(sources)} are longer than "
-                f"data.max_prompt_length={max_prompt_length} (shortest {min(map(len, all_ids), default=0)} tokens)"
+                f"{sources[0].file}: no prompt is left: all {len(sources)} are longer than "
+                f"data.max_prompt_length={max_prompt_length} (shortest: {min(map(len, all_ids))}): raise it"
             )
 
     def __len__(self) -> int:
@@ -323,15 +326,15 @@ def _mapping(source: SourceRow, column: str) -> Mapping[str, Any]:
     return value
 
 
-# --- order -----------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------------------
 
 
 class PromptSampler:
     """Endless batches of indices into a data set of `n` rows.
 
-    The order of an epoch is a pure function of (seed, epoch), and the batch of a step a pure function of the step, so
-    the only state to save is the number of consumed steps. The last `n % batch_size` rows of an epoch's order are
-    left out of that epoch (with `shuffle`, others in each epoch).
+    The order of an epoch is a pure function of (seed, epoch), and the batch of a step a pure function of
+    the step, so the only state to save is the number of consumed steps. The last `n % batch_size` rows of
+    an epoch's order are left out of that epoch (with `shuffle`, others in each epoch).
 
     Raises UserError when `n < batch_size`: no batch could ever be filled.
     """

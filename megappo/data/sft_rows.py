@@ -1,4 +1,4 @@
-"""Supervised examples: (prompt ids, response ids ending in EOS) from prompt/response columns or from chats."""
+"""Supervised examples: (prompt ids, response ids ending in EOS) from prompt/response columns or chats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGES_KEY = "messages"
 
 @dataclass(frozen=True, slots=True)
 class SftRow:
-    """One example. The loss is on `response_ids`, which end in EOS unless they were cut at the length limit."""
+    """One example. The loss is on `response_ids`, which end in EOS unless cut at the length limit."""
 
     index: int
     prompt_ids: list[int]
@@ -49,9 +49,10 @@ class SftReport:
 class SftDataset(Sequence[SftRow]):
     """Examples of some files, at most `max_length` tokens each (prompt and response together).
 
-    A row has either `prompt_key` (chat messages or a string) and `response_key` (a string), or `messages`, a chat whose
-    last turn is the assistant's and is the response. Prompt ids are exactly those that `PromptDataset` gives for the
-    same prompt. A longer response is cut (and then has no EOS); a row whose prompt leaves no room is dropped: `report`.
+    A row has either `prompt_key` (chat messages or a string) and `response_key` (a string), or `messages`,
+    a chat whose last turn is the assistant's and is the response. Prompt ids are exactly those that
+    `PromptDataset` gives for the same prompt. A longer response is cut (and then has no EOS); a row whose
+    prompt leaves no room is dropped: `report`.
 
     Raises UserError for bad files and rows, a tokenizer without EOS, and when no example is left.
     """
@@ -91,7 +92,8 @@ class SftDataset(Sequence[SftRow]):
         self.report = SftReport(len(sources), len(self._rows), truncated, dropped, longest, max_length)
         if not self._rows:
             raise UserError(
-                f"{sources[0].file}: no example is left: every prompt fills max_length={max_length} tokens: raise it"
+                f"{sources[0].file}: no example is left: every prompt fills max_length={max_length} tokens: "
+                "raise it"
             )
 
     def __len__(self) -> int:
@@ -127,12 +129,12 @@ class SftDataset(Sequence[SftRow]):
     def _chat_texts(self, history: list, answer: dict, where: str) -> tuple[str, str, bool]:
         prompt = self._encoder.render_chat(history, where, generation_prompt=True)
         whole = self._encoder.render_chat([*history, answer], where, generation_prompt=False)
-        # Templates that rewrite earlier turns once an answer exists have no common prefix; the bare text remains.
+        # A template that rewrites earlier turns once an answer exists has no common prefix: bare text then.
         response = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer["content"]
         return prompt, response, True
 
     def _finish(self, ids: list[int], is_chat: bool) -> list[int]:
-        """The ids with one EOS at the end. What a template writes after its EOS is never generated: it is cut."""
+        """The ids with one EOS at the end. What a template writes after it is never generated: cut."""
         if is_chat and self._eos in ids:
             return ids[: len(ids) - ids[::-1].index(self._eos)]
         return ids if ids[-1:] == [self._eos] else [*ids, self._eos]

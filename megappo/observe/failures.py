@@ -1,6 +1,7 @@
 """How a command ends: one-line errors, exit codes, and a note for whoever launched this rank.
 
-Exit codes: 0 done, 1 unexpected error (with its traceback), 2 a mistake in what the user supplied, 130 interrupted.
+Exit codes: 0 done, 1 unexpected error (with its traceback), 2 a mistake in what the user supplied,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ def rank() -> int:
 
 
 def run_app(app: Callable[..., Any], argv: list[str]) -> int:
-    """Run a typer application and return the exit code; unexpected errors propagate (their traceback is the report).
+    """Run a typer application and return the exit code.
 
-    A command may return a callable, which is then run here: outside typer, which swallows some exceptions (EOFError,
-    BrokenPipeError) together with their traceback.
+    A command may return a callable, which is then run here: outside typer, which swallows some exceptions
+    (EOFError, BrokenPipeError) together with their traceback.
+
+    Raises:
+        Exception: an unexpected error, so that Python prints its traceback (unless a launcher prints it).
     """
     try:
         result = app(argv, standalone_mode=False)
@@ -64,7 +68,7 @@ def user_lines(err: UserError) -> list[str]:
 
 
 def _report(err: Exception, lines: list[str], exit_code: int) -> bool:
-    """Tell the launcher; a user's mistake goes to the console where there is none. True if the launcher took it."""
+    """Tell the launcher (True if it took the note); without one, print a user's mistake."""
     note = {
         "message": {
             "message": f"{type(err).__name__}: {err}",
@@ -85,7 +89,7 @@ def _report(err: Exception, lines: list[str], exit_code: int) -> bool:
 
 
 def _write(variable: str, note: dict[str, Any]) -> bool:
-    """Write the note to the file that the variable names, all at once; False if there is none or it failed."""
+    """Write the note at once to the file that the variable names; False if there is none or it failed."""
     path = os.environ.get(variable)
     if not path:
         return False

@@ -29,8 +29,8 @@ class RewardSettings(Protocol):
 class CombinedReward:
     """Weighted sum of rewards: `score = Σ weight · component`, weights as they are (not normalised).
 
-    After `score`, `components[name]` holds each component's unweighted scores in sample order and `extras[name]` the
-    extra numbers that a function returned beside its score (one mapping a sample).
+    After `score`, `components[name]` holds each component's unweighted scores in sample order and
+    `extras[name]` the extra numbers that a function returned beside its score (one mapping a sample).
     """
 
     name = "combined"
@@ -41,7 +41,7 @@ class CombinedReward:
         self.extras: dict[str, list[dict[str, float]]] = {}
 
     def start(self) -> None:
-        """Load user code now rather than at the first score, so that its mistakes show before models are loaded."""
+        """Load user code now rather than at the first score: its mistakes show before models are loaded."""
         for reward in self.rewards:
             if isinstance(reward, WorkerReward):
                 reward.start()
@@ -58,7 +58,7 @@ class CombinedReward:
         return check_scores(self.name, samples, totals)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the last scored samples: `reward/<component>/mean` and `reward/<component>/<extra>/mean`."""
+        """Means of the last call's samples: `reward/<component>/mean`, `reward/<component>/<extra>/mean`."""
         result: dict[str, float] = {}
         for name, scores in self.components.items():
             columns: dict[str, list[float]] = {f"reward/{name}/mean": scores}
@@ -82,10 +82,10 @@ class CombinedReward:
 
 
 def build_reward(rewards_cfg: Sequence[RewardSettings]) -> CombinedReward:
-    """The reward that the `rewards` list describes. Starts no process; user code is loaded by `start` or `score`.
+    """The reward that the `rewards` list describes. No process starts: `start` or `score` load user code.
 
-    Raises UserError naming the entry (`rewards[i]`) for an empty list, an unknown type, a missing or bad path, unknown
-    kwargs, a weight that is not finite or a timeout that is not positive.
+    Raises UserError naming the entry (`rewards[i]`) for an empty list, an unknown type, a missing or bad
+    path, unknown kwargs, a weight that is not finite or a timeout that is not positive.
     """
     if not rewards_cfg:
         raise UserError("rewards: the list is empty: name at least one reward, for example {type: gsm8k}")
@@ -125,7 +125,8 @@ def _build_one(settings: RewardSettings, where: str) -> Gsm8kReward | WorkerRewa
         return Gsm8kReward(**kwargs)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError(
-            f"{where}: type 'reasoning_gym' needs its package: install the extra: pip install 'megappo[reasoning]'"
+            f"{where}: type 'reasoning_gym' needs its package: install the extra: "
+            "pip install 'megappo[reasoning]'"
         )
     return WorkerReward("reasoning_gym", "reasoning_gym", timeout_s=settings.timeout_s)
 

@@ -1,7 +1,7 @@
 """A user's reward function, by import path `my_pkg.mod:fn` or by file `path/to/file.py:fn`.
 
-It is called like verl's compute_score: ``fn(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs)`` and
-returns a number, or a mapping with "score" whose other numbers become metrics.
+It is called like verl's compute_score: ``fn(data_source=, solution_str=, ground_truth=, extra_info=,
+**kwargs)`` and returns a number, or a mapping with "score" whose other numbers become metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALL_KEYS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """(module or file, function) of `module:function`. UserError when a part is missing or the file does not exist.
+    """(module or file, function) of `module:function`. UserError when a part or the file is missing.
 
     Runs none of the user's code.
     """
@@ -69,7 +69,9 @@ def _import(module: str) -> Any:
 
 
 def _load_file(file: Path) -> Any:
-    sys.path.append(str(file.absolute().parent))  # its neighbours can be imported, as for a script
+    folder = str(file.absolute().parent)
+    if folder not in sys.path:  # its neighbours can be imported, as for a script
+        sys.path.append(folder)
     name = f"_megappo_reward_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)

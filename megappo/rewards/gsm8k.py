@@ -12,10 +12,10 @@ from megappo.rewards.base import RewardSample
 
 METHODS = ("strict", "flexible")
 MARK = "####"
-# A minus sign counts unless something stands directly before it (`12-5` is a difference). Commas only where they
-# separate thousands: `1,2,3` are three numbers. A trailing dot ends the sentence.
+# A minus sign counts unless something stands directly before it (`12-5` is a difference). Commas only where
+# they separate thousands: `1,2,3` are three numbers. A trailing dot ends the sentence.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]])-)?\$?\s?(?P<sign2>-)?"
+    r"(?P<sign>(?<![\w)\]])-)?(?:\$\s?(?P<sign2>-)?)?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 )
 

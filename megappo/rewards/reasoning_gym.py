@@ -67,7 +67,7 @@ def _unpack(value: dict[str, Any]) -> Any:
         if key == _SET:
             return set(items)
         if key == _ITEMS:
-            return {k: v for k, v in items}
+            return dict(items)
     return value
 
 
@@ -82,8 +82,8 @@ def extract_answer(response: str) -> str:
 class ReasoningGymScorer:
     """Called with a sample, returns the score of its task, usually in [0, 1].
 
-    A scorer of the library that trips over a malformed answer (some call `int()` on it) counts as 0.0 when it accepts
-    the entry's correct answer; the number of those is the extra `unparsable`.
+    A scorer of the library that trips over a malformed answer (some call `int()` on it) counts as 0.0 when
+    it accepts the entry's correct answer; the number of those is the extra `unparsable`.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,8 @@ class ReasoningGymScorer:
         for key in ("task", "config", "entry"):
             if not isinstance(extra_info.get(key), str):
                 raise UserError(
-                    f"extra_info has no '{key}': write the data with python -m megappo.data.prepare.reasoning_gym"
+                    f"extra_info has no '{key}': write the data with "
+                    "python -m megappo.data.prepare.reasoning_gym"
                 )
         task, config = extra_info["task"], extra_info["config"]
         if (task, config) not in self._tasks:

@@ -1,12 +1,14 @@
-"""A reward that runs in a process of its own, so that user code can neither hang, kill nor slow the trainer for good.
+"""A reward that runs in a process of its own, so that user code can neither hang nor kill the trainer.
 
-The process is started on first use, reused between calls, and closed with its parent: on `close()`, at exit, when the
-object is collected, and also when the parent is killed (its end of the pipe closes). It has its own session, so a
-Ctrl-C at the terminal does not reach it, and when it is killed, so is what user code has started.
+The process is started on first use, reused between calls, and closed with its parent: on `close()`, at
+exit, when the object is collected, and also when the parent is killed (its end of the pipe closes). It has
+its own session, so a Ctrl-C at the terminal does not reach it, and when it is killed, so is what user code
+has started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -25,8 +27,11 @@ from megappo.rewards.worker_main import HEADER
 
 STARTUP_TIMEOUT_S = 180.0  # imports of user code, on a busy machine
 CLOSE_TIMEOUT_S = 5.0
-# The parent's sys.path is taken over before anything of ours is imported, so that the child finds the same modules.
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megappo.rewards.worker_main import main; main()"
+# The parent's sys.path is taken over first, so that the child finds the same modules.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megappo.rewards.worker_main import main; main()"
+)
 
 
 class _Dead(Exception):
@@ -67,7 +72,7 @@ class WorkerReward:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process and load the scorer, if that has not happened. UserError when it cannot be loaded."""
+        """Start the process and load the scorer, unless that is done. UserError when it cannot be loaded."""
         if self._process is not None and self._owner == os.getpid():
             return
         self._process = subprocess.Popen(
@@ -85,7 +90,8 @@ class WorkerReward:
         except TimeoutError:
             self._kill()
             raise UserError(
-                f"reward '{self.name}': not loaded after {STARTUP_TIMEOUT_S:.0f} s: what does its module do on import?"
+                f"reward '{self.name}': not loaded after {STARTUP_TIMEOUT_S:.0f} s: "
+                "make the import of its module faster"
             ) from None
         except _Dead as death:
             raise UserError(f"reward '{self.name}': its process {death} while loading") from None
@@ -117,8 +123,8 @@ class WorkerReward:
         except TimeoutError:
             self._kill()
             raise UserError(
-                f"reward '{self.name}': {sample}: not scored after {self.timeout_s:g} s, its process was killed: "
-                "make the function faster or raise timeout_s"
+                f"reward '{self.name}': {sample}: not scored after {self.timeout_s:g} s, "
+                "its process was killed: make the function faster or raise timeout_s"
             ) from None
         except _Dead as death:
             raise UserError(f"reward '{self.name}': {sample}: its process {death}") from None
@@ -127,7 +133,7 @@ class WorkerReward:
         return reply
 
     def _request(self, message: Any, timeout_s: float) -> dict[str, Any]:
-        """Send one message and wait for its reply. Raises TimeoutError, or _Dead when the process has ended."""
+        """Send a message and wait for its reply. Raises TimeoutError, or _Dead when the process has ended."""
         deadline = time.monotonic() + timeout_s
         data = pickle.dumps(message)
         try:
@@ -138,7 +144,7 @@ class WorkerReward:
             raise self._death() from None
         except TimeoutError:
             # Children of user code may hold the pipe open after the process itself has died.
-            if self._process.poll() is not None:
+            if _exit_code(self._process, 0) is not None:
                 raise self._death() from None
             raise
         except BaseException:  # Ctrl-C: a late reply would be taken for the next request's
@@ -164,13 +170,9 @@ class WorkerReward:
         return bytes(parts)
 
     def _death(self) -> _Dead:
-        process = self._process
-        try:
-            code = process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it closed its pipe and lives on
-            code = None
+        code = _exit_code(self._process, CLOSE_TIMEOUT_S)
         self._kill()
-        if code is None:
+        if code is None:  # it closed its pipe and lived on
             return _Dead("closed its connection")
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
@@ -202,20 +204,32 @@ def _close(process: subprocess.Popen, owner: int) -> None:
     """Ask the process to end, then make it. Not a method: the finalizer must not keep the object alive."""
     if os.getpid() != owner:  # a forked child has copies of the pipes, not of the process
         return
-    if process.poll() is None:
-        try:
+    if _exit_code(process, 0) is None:
+        with contextlib.suppress(OSError):
             os.write(process.stdin.fileno(), HEADER.pack(0))  # an empty request: stop
-            process.wait(CLOSE_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired):
-            _kill_group(process)
+            _exit_code(process, CLOSE_TIMEOUT_S)
+    _kill_group(process)
     process.stdin.close()
     process.stdout.close()
 
 
-def _kill_group(process: subprocess.Popen) -> None:
-    if process.poll() is None:
+def _exit_code(process: subprocess.Popen, timeout_s: float) -> int | None:
+    """Exit code, None while it runs. When it has ended, what user code had started in its group is killed."""
+    if process.returncode is None:
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            process.kill()
-    process.wait()
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        _signal_group(process.pid)
+    return process.returncode
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    if process.returncode is None:  # afterwards its number may belong to another process
+        _signal_group(process.pid)
+        process.wait()
+
+
+def _signal_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

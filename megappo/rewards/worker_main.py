@@ -1,8 +1,8 @@
 """The reward process: scores one sample a request until its parent says stop or goes away. Imports no torch.
 
-Requests arrive on standard input, replies leave on what was standard output; both are length-prefixed. Requests are
-pickled (they come from the parent only and keep the types of the data row); replies are JSON, because the code that
-runs here is the user's.
+Requests arrive on standard input, replies leave on what was standard output; both are length-prefixed.
+Requests are pickled (they come from the parent only and keep the types of the data row); replies are JSON,
+because the code that runs here is the user's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WATCHDOG_GRACE_S = 10.0
 
 
 def main() -> None:
-    """Run until told to stop. The first request describes the scorer: {kind, path, kwargs, timeout_s}; an empty one ends."""
+    """Serve until an empty request. The first one describes the scorer: {kind, path, kwargs, timeout_s}."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     requests_in, replies_out = _take_over_streams()
     requests: queue.SimpleQueue = queue.SimpleQueue()
@@ -45,8 +45,8 @@ def main() -> None:
     _reply(replies_out, {"ready": True})
     with open(os.devnull, "w") as nowhere:
         while request := requests.get():
-            # A loop inside C code (a regular expression) holds the interpreter lock and would outlive a killed
-            # parent: this timer is a C thread and needs no lock.
+            # A loop inside C code (a regular expression) holds the interpreter lock and would outlive a
+            # killed parent: this timer is a C thread and needs no lock.
             faulthandler.dump_traceback_later(
                 2 * spec["timeout_s"] + WATCHDOG_GRACE_S, exit=True, file=nowhere
             )

@@ -20,9 +20,9 @@ NO_WEIGHTS = -1
 class GenerateRequest:
     """One response to produce.
 
-    `prompt_ids` are the exact ids the response continues (at least one). `seed` and nothing else decides the
-    random numbers of the response, so the caller must give every sample its own: samples of one group that share
-    a seed are copies of each other.
+    `prompt_ids` are the exact ids the response continues (at least one). `seed` (any integer) alone decides
+    the random numbers of the response, so the caller gives every sample its own: samples of one group that
+    share a seed are copies of each other.
     """
 
     sample_id: int
@@ -71,7 +71,7 @@ class GeneratedSample:
 
     `logprobs[t]` speaks about `response_ids[t]` (the stop token included) under the full, temperature-scaled
     distribution of the engine; see `sampling.sample_tokens`. `finish_reason`: "stop" (stop token or string),
-    "length" (`max_new_tokens` reached, the response is cut), "abort" (given up by the engine: not to be trained on).
+    "length" (`max_new_tokens` reached: the response is cut), "abort" (given up by the engine: untrainable).
     """
 
     sample_id: int
@@ -85,7 +85,7 @@ class GeneratedSample:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One weight update: wall seconds, bytes written into the engine, number of transfers, resulting version."""
+    """One weight update: wall seconds, bytes written into the engine, transfers, resulting version."""
 
     seconds: float
     bytes: int

@@ -1,21 +1,19 @@
 """The in-process generation engine: a transformers model with our own batched decode loop.
 
-One engine a process; it serves the requests given to it and knows nothing of other ranks. Nothing is kept between
-`generate` calls but the weights: the KV cache lives inside a call, so no stale prefix can survive a weight update.
+One engine a process; it serves the requests given to it and knows nothing of other ranks. Nothing is kept
+between `generate` calls but the weights: the KV cache lives inside a call, so no stale prefix can survive a
+weight update.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
 from transformers.initialization import no_init_weights
 
 from megappo.errors import UserError
@@ -27,18 +25,14 @@ from megappo.rollout.base import (
     SamplingParams,
     SyncReport,
 )
-from megappo.rollout.sampling import row_keys, sample_tokens, seeds_tensor
-
-_PREFILL_TOKENS = 16384  # prompt tokens a forward: bounds the activations, not the result
-_COMPACT_BELOW = 0.75  # share of unfinished rows below which finished ones are dropped from the cache
-_CUDA_CHECK_EVERY = 8  # steps between looking for finished rows; each look waits for the device
+from megappo.rollout.decode import Decode, DecoderModel
 
 
 class EmbeddedEngine:
-    """`RolloutEngine` on a transformers causal LM, without a hub access: weights come from `update_weights`.
+    """`RolloutEngine` on a transformers causal LM; never contacts a hub, weights come by `update_weights`.
 
-    `max_batch_tokens` bounds rows x (longest prompt + max_new_tokens) of a batch, i.e. the KV cache in tokens.
-    `tokenizer` is needed for stop strings only. Raises UserError for models whose layers are not attention layers.
+    `max_batch_tokens` bounds rows x (longest prompt + max_new_tokens) of a batch: the KV cache, in tokens.
+    `tokenizer` serves stop strings only. Raises UserError for models with layers other than attention.
     """
 
     def __init__(
@@ -53,20 +47,22 @@ class EmbeddedEngine:
     ) -> None:
         text_config = hf_config.get_text_config()
         _check_layers(text_config)
-        self.device = torch.device(device)
-        self.max_batch_tokens = max_batch_tokens
-        self.pad_token_id = pad_token_id
-        self.tokenizer = tokenizer
         self.vocab_size: int = text_config.vocab_size
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        if not 0 <= pad_token_id < self.vocab_size:
+            raise UserError(
+                f"pad_token_id is {pad_token_id}: give an id of the vocabulary of {self.vocab_size}"
+            )
+        self.device = torch.device(device)
+        self.max_batch_tokens = max_batch_tokens
+        self.tokenizer = tokenizer
         self.model = _build_model(hf_config, dtype, self.device)
         self.weight_version = NO_WEIGHTS
-        self._asleep = False
+        self._decoder = DecoderModel(self.model, self.device, pad_token_id)
         self._targets, self._aliases = _weight_targets(self.model)
-        accepted = inspect.signature(self.model.forward).parameters
-        self._cache_argument = (
-            "cache" if "cache" in accepted else "past_key_values"
-        )  # renamed in transformers 5
+        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in self.model.state_dict().values())}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._asleep = False
 
     @torch.inference_mode()
     def generate(
@@ -74,8 +70,8 @@ class EmbeddedEngine:
     ) -> list[GeneratedSample]:
         """One sample a request, in order. Any number of requests, none included.
 
-        Raises UserError for a request that cannot be served (empty, out-of-range ids, too long), RuntimeError
-        without weights and for non-finite logits.
+        Raises UserError for a request that cannot be served (empty, ids outside the vocabulary, too long),
+        RuntimeError without weights and for non-finite logits.
         """
         if not requests:
             return []
@@ -83,24 +79,27 @@ class EmbeddedEngine:
         if not health.ok:
             raise RuntimeError(f"embedded rollout engine cannot generate: {health.detail}")
         self._check(requests, sampling)
-        # Equal prompts become neighbours, and thereby share a prefill.
-        order = sorted(
-            range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids)
-        )
-        samples: list[GeneratedSample | None] = [None] * len(requests)
-        for batch in _cut(order, requests, sampling.max_new_tokens, self.max_batch_tokens):
-            decode = _Decode(self, [requests[i] for i in batch], sampling)
-            for i, sample in zip(batch, decode.run(), strict=True):
-                samples[i] = sample
-        return samples  # type: ignore[return-value]
+
+        # Equal prompts become neighbours and thereby share a prefill.
+        def length_then_prompt(i: int) -> tuple[int, list[int]]:
+            return len(requests[i].prompt_ids), requests[i].prompt_ids
+
+        order = sorted(range(len(requests)), key=length_then_prompt)
+        lengths = [len(requests[i].prompt_ids) + sampling.max_new_tokens for i in order]
+        samples: dict[int, GeneratedSample] = {}
+        for begin, end in _cut(lengths, self.max_batch_tokens):
+            batch = order[begin:end]
+            decode = Decode(self._decoder, [requests[i] for i in batch], sampling, self.tokenizer)
+            samples.update(zip(batch, decode.run(self.weight_version), strict=True))
+        return [samples[i] for i in range(len(requests))]
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Copy full tensors into the model, in place, casting to its dtype.
 
-        Strict: every weight exactly once, under its Hugging Face checkpoint name; of tied weights one name is
-        enough, and a second must bring the same values. A failed update leaves the engine without weights
-        (`generate` refuses), never with a mixture of two versions. Raises RuntimeError naming the weight.
+        Strict: every weight exactly once, under its Hugging Face checkpoint name. Of tied weights one name is
+        enough; a second must bring the same values. A failed update leaves the engine without weights
+        (`generate` refuses), never with a mixture of versions. Raises RuntimeError naming the weight.
         """
         if self._asleep:
             raise RuntimeError("embedded rollout engine is asleep: call wake() before update_weights()")
@@ -110,29 +109,21 @@ class EmbeddedEngine:
         written: set[str] = set()
         n_bytes = 0
         for name, tensor in named_tensors:
-            key = self._aliases.get(name, name)
-            target = self._targets.get(key)
-            if target is None:
-                raise RuntimeError(f"weight update: {name} is not a weight of {type(self.model).__name__}")
             if name in seen:
                 raise RuntimeError(f"weight update: {name} was sent twice")
-            if tensor.shape != target.shape:
-                raise RuntimeError(
-                    f"weight update: {name} has shape {tuple(tensor.shape)}, the model expects {tuple(target.shape)}"
-                )
-            if key in written:
-                if not torch.equal(tensor.to(target), target):
-                    raise RuntimeError(
-                        f"weight update: {name} and {key} are tied but were sent with different values"
-                    )
-            else:
+            seen.add(name)
+            key = self._aliases.get(name, name)
+            target = self._target(name, key, tensor)
+            if key not in written:
                 target.copy_(tensor)
                 n_bytes += target.numel() * target.element_size()
-            seen.add(name)
-            written.add(key)
-        missing = [key for key in self._targets if key not in written]
-        if missing:
-            raise RuntimeError(f"weight update: {len(missing)} weights were not sent, first {missing[0]}")
+                written.add(key)
+            elif not torch.equal(tensor.to(target), target):
+                raise RuntimeError(f"weight update: {name} is tied to {key} but was sent with other values")
+        if missing := [key for key in self._targets if key not in written]:
+            raise RuntimeError(
+                f"weight update: {len(missing)} weights were not sent, the first is {missing[0]}"
+            )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.weight_version = version
@@ -144,7 +135,7 @@ class EmbeddedEngine:
             return
         self._asleep = True
         self.weight_version = NO_WEIGHTS
-        for storage in self._storages():
+        for storage, _ in self._storages:  # tensors and views stay, without memory behind them
             storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -153,7 +144,7 @@ class EmbeddedEngine:
         """Allocate the weights' memory again; `update_weights` fills it."""
         if not self._asleep:
             return
-        for storage, n_bytes in self._storages().items():
+        for storage, n_bytes in self._storages:
             storage.resize_(n_bytes)
         self._asleep = False
 
@@ -165,13 +156,14 @@ class EmbeddedEngine:
             return EngineHealth(False, "no weights: call update_weights()", self.weight_version)
         return EngineHealth(True, "ready", self.weight_version)
 
-    def _storages(self) -> dict[torch.UntypedStorage, int]:
-        """Storage -> size in bytes, for all weights (tied ones once). The views in `_targets` stay valid."""
-        sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        for tensor in self.model.state_dict().values():
-            storage = tensor.untyped_storage()
-            sizes[storage._cdata] = (storage, tensor.numel() * tensor.element_size())
-        return dict(sizes.values())
+    def _target(self, name: str, key: str, tensor: Tensor) -> Tensor:
+        target = self._targets.get(key)
+        if target is None:
+            raise RuntimeError(f"weight update: {name} is not a weight of {type(self.model).__name__}")
+        if tensor.shape != target.shape:
+            got, want = tuple(tensor.shape), tuple(target.shape)
+            raise RuntimeError(f"weight update: {name} has shape {got}, the model expects {want}")
+        return target
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if sampling.stop_strings and self.tokenizer is None:
@@ -183,31 +175,19 @@ class EmbeddedEngine:
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 bad = min(ids) if min(ids) < 0 else max(ids)
                 raise UserError(
-                    f"{where}: prompt token id {bad} is outside the vocabulary of {self.vocab_size}"
+                    f"{where}: prompt token {bad} is outside the model's vocabulary of {self.vocab_size}"
                 )
+            length = f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new ones"
             total = len(ids) + sampling.max_new_tokens
             if self.max_positions is not None and total > self.max_positions:
                 raise UserError(
-                    f"{where}: {len(ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the model's "
-                    f"max_position_embeddings {self.max_positions}; lower data.max_response_length"
+                    f"{where}: {length} exceed the model's max_position_embeddings {self.max_positions}; "
+                    "lower data.max_prompt_length or data.max_response_length"
                 )
             if total > self.max_batch_tokens:
                 raise UserError(
-                    f"{where}: {len(ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed "
-                    f"rollout.max_batch_tokens {self.max_batch_tokens}; raise it"
+                    f"{where}: {length} exceed rollout.max_batch_tokens {self.max_batch_tokens}; raise it"
                 )
-
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
-        """Logits `[rows, vocab]` of the last column of `ids` `[rows, new]`; `mask` `[rows, cached + new]`."""
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        return out.logits[:, -1]
 
 
 def _check_layers(text_config: PreTrainedConfig) -> None:
@@ -215,15 +195,15 @@ def _check_layers(text_config: PreTrainedConfig) -> None:
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"model: the embedded rollout engine cannot run {text_config.model_type} with layers of type "
-            f"{', '.join(sorted(unknown))}; only full and sliding-window attention are supported"
+            f"{', '.join(sorted(unknown))}; it knows full and sliding-window attention"
         )
 
 
 def _build_model(hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with uninitialised weights.
 
-    Built on the device with weight initialisation switched off rather than on the meta device: buffers that no
-    checkpoint holds (rotary frequencies) then get their values from the modules' own constructors.
+    Built on the device with weight initialisation switched off rather than on the meta device: buffers that
+    no checkpoint holds (rotary frequencies) then get their values from the modules' own constructors.
     """
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(
@@ -234,40 +214,37 @@ def _build_model(hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.
 
 
 def _weight_targets(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(checkpoint name -> tensor to copy into, name of a tied weight -> name of the tensor it shares).
+    """(checkpoint name -> tensor to copy into, name of a tied weight -> name of the weight it shares).
 
-    transformers keeps a layer's experts in two fused tensors; checkpoints hold them one by one (`experts.3.up_proj`),
-    so each expert is offered as a view.
+    transformers keeps the experts of a layer in two fused tensors; checkpoints hold them one by one
+    (`experts.3.up_proj.weight`), so each expert is offered as a view.
     """
     targets: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     owner: dict[int, str] = {}
     for name, tensor in model.state_dict().items():
-        first = owner.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        first = owner.setdefault(tensor.data_ptr(), name)
+        prefix, _, leaf = name.rpartition(".")
         if first != name:
             aliases[name] = first
-        elif name.endswith(".experts.gate_up_proj"):
-            prefix = name.removesuffix(".gate_up_proj")
+        elif prefix.endswith(".experts") and leaf == "gate_up_proj":
             for e, expert in enumerate(tensor):
                 gate, up = expert.chunk(2, dim=0)
                 targets[f"{prefix}.{e}.gate_proj.weight"] = gate
                 targets[f"{prefix}.{e}.up_proj.weight"] = up
-        elif name.endswith(".experts.down_proj"):
-            prefix = name.removesuffix(".down_proj")
+        elif prefix.endswith(".experts") and leaf == "down_proj":
             targets |= {f"{prefix}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
         else:
             targets[name] = tensor
     return targets, aliases
 
 
-def _cut(
-    order: list[int], requests: Sequence[GenerateRequest], max_new_tokens: int, max_batch_tokens: int
-) -> list[list[int]]:
-    """Cut `order` (by rising prompt length) into batches of at most `max_batch_tokens` tokens, padding included."""
-    batches: list[list[int]] = [[]]
-    for i in order:
-        width = len(requests[i].prompt_ids) + max_new_tokens
-        if batches[-1] and (len(batches[-1]) + 1) * width > max_batch_tokens:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
+def _cut(lengths: list[int], budget: int) -> list[tuple[int, int]]:
+    """Ranges of rising `lengths` such that rows x longest stays within `budget` (each length does)."""
+    cuts: list[tuple[int, int]] = []
+    begin = 0
+    for i, length in enumerate(lengths):
+        if (i - begin + 1) * length > budget:
+            cuts.append((begin, i))
+            begin = i
+    return [*cuts, (begin, len(lengths))]

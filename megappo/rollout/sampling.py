@@ -1,14 +1,15 @@
 """Choosing tokens: reproducible, independent of batch composition, in plain torch.
 
-A response is a function of (weights, prompt, seed). The random numbers come from a counter-based generator keyed by
-(seed, position, token), in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), so
-it does not matter which other samples share the batch, in which order, or on how many ranks.
+A response is a function of (weights, prompt, seed). The random numbers come from a counter-based generator
+keyed by (seed, position, token), see Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+So it does not matter which other samples share the batch, in which order, or on how many ranks.
 
-The draw is an exponential race: with E_v ~ Exp(1) independent, argmax_v p_v / E_v is distributed as p (the Gumbel-max
-trick without its second logarithm). It was preferred to one uniform number and a cumulative sum because of rounding:
-batches of different shape give logits that differ in the last bits. In the race such noise of relative size e
-changes the winner with a probability of about e; in a cumulative sum the noise of all earlier tokens adds up at each
-of the V boundaries. The race also costs less: no float64 pass over the vocabulary and no search.
+The draw is an exponential race: with E_v ~ Exp(1) independent, argmax_v p_v / E_v is distributed as p (the
+Gumbel-max trick without its second logarithm). It was preferred to one uniform number and a cumulative sum
+because of rounding: batches of different shape give logits that differ in the last bits. In the race noise of
+relative size e changes the winner with a probability of about e; in a cumulative sum the noise of all earlier
+tokens adds up at each of the V boundaries. The race also costs less: no float64 pass over the vocabulary, no
+search.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _CPU_CHUNK = 1 << 17  # elements: the temporaries of a chunk of rows stay in a c
 _GPU_CHUNK = 1 << 25
 
 _GOLDEN = 0x9E3779B97F4A7C15
-# u = (h + 1/2) * _UNIT lies in (0, 1): h has 31 bits, and the factor is a little below 2^-31 so that u cannot round
-# up to 1 in float32. A constant factor on u scales every E alike where it matters (small E) and so cancels.
+# u = (h + 1/2) * _UNIT lies in (0, 1): h has 31 bits, and the factor is a little below 2^-31 so that u cannot
+# round up to 1 in float32. Where it matters (small E) a factor on u scales every E alike and cancels.
 _UNIT = 2.0**-31 * (1 - 2.0**-20)
 
 
@@ -71,8 +72,8 @@ def race_times(keys: Tensor, vocab: int) -> Tensor:
     """Minus the exponential variates of the race: float32 `[n, vocab]`, `-E` with E ~ Exp(1), all < 0.
 
     `keys`: int64 `[n]` from `row_keys`. Two rounds of multiply-xorshift (constants of the two-round hash in
-    github.com/skeeto/hash-prospector) in int32, which CPUs multiply eight at a time; the halves of the 64-bit key
-    enter before each round, so that rows do not collide as they would with a 32-bit key.
+    github.com/skeeto/hash-prospector) in int32, which CPUs multiply eight at a time; a half of the 64-bit key
+    enters before each round, so that rows do not collide as they would with a 32-bit key.
     """
     low = ((keys << 32) >> 32).to(torch.int32).unsqueeze(1)
     high = (keys >> 32).to(torch.int32).unsqueeze(1)
@@ -86,8 +87,8 @@ def race_times(keys: Tensor, vocab: int) -> Tensor:
 def keep_mask(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Tokens that top-k, then top-p, leave in play: bool, shape of `probs` `[n, vocab]` (rows sum to 1).
 
-    Top-k keeps all tokens at least as likely as the k-th. Top-p keeps the smallest set of most likely tokens whose
-    probability, renormalised after top-k, reaches `top_p`; the most likely token is always kept.
+    Top-k keeps all tokens at least as likely as the k-th. Top-p keeps the smallest set of most likely tokens
+    whose probability, renormalised after top-k, reaches `top_p`; the most likely token is always kept.
     """
     vocab = probs.shape[-1]
     keep = torch.ones_like(probs, dtype=torch.bool)
@@ -103,14 +104,14 @@ def keep_mask(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, keys: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Choose one token a row: (ids int64 `[n]`, log-probs float32 `[n]`) from `logits` `[n, vocab]` of any dtype.
+    """Choose a token for each row of `logits` `[n, vocab]`: (ids int64 `[n]`, log-probs float32 `[n]`).
 
-    `keys`: int64 `[n]` from `row_keys` (unused when greedy). All arithmetic is float32.
+    `keys`: int64 `[n]` from `row_keys` (unused when greedy). Logits of any dtype; the arithmetic is float32.
 
-    The log-prob is that of the chosen token under the *full* softmax(logits / temperature), also where top-k or
-    top-p truncated the draw: the trainer recomputes log-probs from logits alone and cannot know the kept set, so a
-    renormalised value would make the ratio at the first step differ from 1 (trl#6789, verl#6240). At temperature 0
-    it is that of temperature 1.
+    The log-prob is that of the chosen token under the *full* softmax(logits / temperature), also where top-k
+    or top-p truncated the draw: the trainer recomputes log-probs from logits alone and cannot know the kept
+    set, so a renormalised value would make the ratio at the first step differ from 1 (trl#6789, verl#6240).
+    At temperature 0 it is that of temperature 1.
     """
     n, vocab = logits.shape
     if n == 0:

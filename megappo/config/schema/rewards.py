@@ -11,7 +11,9 @@ class RewardConfig(Section):
     type: Literal["gsm8k", "reasoning_gym", "function"] = key(
         ..., "gsm8k: number after ####; reasoning_gym: the task's own scorer; function: your own (see path)."
     )
-    path: str | None = key(None, "Your function as `package.module:function`, for type `function`.")
+    path: str | None = key(
+        None, "Your function, `package.module:function` or `path/to/file.py:function`, for type `function`."
+    )
     weight: float = key(1.0, "Weight in the sum.")
     timeout_s: float = key(
         30.0, "Longest time for scoring one batch before it counts as failed (seconds).", gt=0

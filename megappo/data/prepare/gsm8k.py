@@ -2,8 +2,8 @@
 
     python -m megappo.data.prepare.gsm8k --raw gsm8k_raw/ --out data/gsm8k
 
-The raw copy is the JSONL or parquet of either public release (columns `question` and `answer`). The set: Cobbe et al.,
-"Training Verifiers to Solve Math Word Problems", 2021 (arXiv:2110.14168).
+The raw copy is the JSONL or parquet of either public release (columns `question` and `answer`). The set:
+Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021 (arXiv:2110.14168).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Tasks of the `reasoning_gym` package to train.parquet and test.parquet in verl's layout.
 
-    python -m megappo.data.prepare.reasoning_gym --task basic_arithmetic --config max_terms=2 --config 'operators=["+"]' \\
-        --train-size 4000 --test-size 500 --seed 1 --out data/arithmetic --sft-out data/arithmetic/sft.parquet
+    python -m megappo.data.prepare.reasoning_gym --task basic_arithmetic \\
+        --config max_terms=2 --config 'operators=["+"]' --train-size 4000 --test-size 500 --seed 1 \\
+        --out data/arithmetic --sft-out data/arithmetic/sft.parquet
 
-Rows keep the generated entry and the task's configuration, so the reward `reasoning_gym` can call the task's scorer.
+Rows keep the generated entry and the task's configuration, so the reward `reasoning_gym` can call the
+task's scorer.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def create_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -
 def _entries(
     task: str, config: Mapping[str, Any], seed: int, size: int, limit: int
 ) -> Iterator[dict[str, Any]]:
-    """Entries 0, 1, 2, … of one seed, up to `limit`. One seed only: entry i of seed s is entry i-1 of seed s+1."""
+    """Entries 0, 1, … of one seed, up to `limit`. Not of two seeds: entry 1 of seed s is entry 0 of s+1."""
     start = 0
     while start < limit:
         end = min(max(size, 2 * start), limit)
@@ -125,7 +127,7 @@ def make_row(
 
 
 def check_scorer(task: str, config: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-    """UserError unless the stored form of some entries gives their correct answers the score of the original."""
+    """UserError unless the task's scorer accepts the correct answers of some entries in their stored form."""
     dataset = create_dataset(task, config, seed=0, size=1)
     for row in rows[:8]:
         entry = load_json(row["extra_info"]["entry"])
@@ -147,18 +149,26 @@ def sft_rows(rows: list[dict[str, Any]], response: str) -> list[dict[str, Any]]:
     return pairs
 
 
-def prepare(args: argparse.Namespace) -> dict[str, int]:
-    """Write the files that the command line asks for. Returns the numbers of rows: train, test, repeated, sft."""
-    template = args.template or (PLAIN_TEMPLATE if args.plain else CHAT_TEMPLATE)
-    response = args.sft_template or (PLAIN_RESPONSE if args.plain else CHAT_RESPONSE)
-    for option, text, place in (
-        ("--template", template, "{question}"),
-        ("--sft-template", response, "{answer}"),
-    ):
-        if place not in text:
-            raise UserError(f"{option}: '{text}' has no {place}")
+def check_options(args: argparse.Namespace, template: str, response: str) -> None:
+    """UserError for options that cannot work, before anything is generated."""
+    if "{question}" not in template:
+        raise UserError(f"--template: '{template}' has no {{question}}")
+    if "{answer}" not in response:
+        raise UserError(f"--sft-template: '{response}' has no {{answer}}")
     if args.train_size < 1 or args.test_size < 1:
         raise UserError("--train-size and --test-size must be at least 1")
+    if args.sft_out and args.sft_out.suffix != ".parquet":
+        raise UserError(f"--sft-out {args.sft_out}: name a .parquet file")
+    taken = [(args.out / name).absolute() for name in ("train.parquet", "test.parquet")]
+    if args.sft_out and args.sft_out.absolute() in taken:
+        raise UserError(f"--sft-out {args.sft_out}: is also written by --out: use another name")
+
+
+def prepare(args: argparse.Namespace) -> dict[str, int]:
+    """Write the files of the command line. Returns the numbers of rows: train, test, repeated, sft."""
+    template = args.template or (PLAIN_TEMPLATE if args.plain else CHAT_TEMPLATE)
+    response = args.sft_template or (PLAIN_RESPONSE if args.plain else CHAT_RESPONSE)
+    check_options(args, template, response)
     config = parse_config(args.config)
     entries, repeated = distinct_entries(args.task, config, args.seed, args.train_size + args.test_size)
     # The test set comes first, so that another --train-size keeps it.
@@ -206,8 +216,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     counts = prepare(args)
     print(
-        f"{args.out}: train.parquet {counts['train']} rows, test.parquet {counts['test']} rows, no question twice "
-        f"({counts['repeated']} repeated ones skipped)"
+        f"{args.out}: train.parquet {counts['train']} rows, test.parquet {counts['test']} rows, "
+        f"no question twice ({counts['repeated']} repeated ones skipped)"
     )
     if args.sft_out:
         print(f"{args.sft_out}: {counts['sft']} prompt/response pairs")

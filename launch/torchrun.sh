@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Start one megappo command on one or several nodes with torchrun. Run it once on every node.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: launch/torchrun.sh [options] COMMAND CONFIG [key=value ...]
+
+Runs `megappo COMMAND CONFIG ...` (train, sft) with one process a GPU. On several nodes run the same line on every
+node; only --node-rank differs.
+
+options (or the environment variable, used when the option is absent):
+  --nnodes N           NNODES          number of nodes                               (1)
+  --node-rank R        NODE_RANK       this node's number, 0 .. N-1                   (0)
+  --nproc-per-node G   NPROC_PER_NODE  processes on this node          (GPUs found, or 1)
+  --master-addr HOST   MASTER_ADDR     address of node 0; required with several nodes
+  --master-port PORT   MASTER_PORT     a free port on node 0                      (29500)
+  --dry-run                            print the command and stop
+  -h, --help                           this text
+
+PYTHON is the interpreter to use (default: python3).
+
+examples:
+  launch/torchrun.sh train exp.yaml trainer.seed=2
+  launch/torchrun.sh --nnodes 2 --node-rank 0 --master-addr node0 train exp.yaml    # on node0
+  launch/torchrun.sh --nnodes 2 --node-rank 1 --master-addr node0 train exp.yaml    # on node1
+TEXT
+}
+
+fail() {
+    echo "error: $1 (launch/torchrun.sh --help)" >&2
+    exit 2
+}
+
+is_number() {
+    [[ $1 =~ ^(0|[1-9][0-9]*)$ ]]
+}
+
+gpus() {
+    local count=0
+    if command -v nvidia-smi >/dev/null; then
+        count=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    fi
+    echo $((count > 0 ? count : 1))
+}
+
+nnodes=${NNODES:-1}
+node_rank=${NODE_RANK:-0}
+nproc=${NPROC_PER_NODE:-}
+master_addr=${MASTER_ADDR:-}
+master_port=${MASTER_PORT:-29500}
+dry_run=false
+
+while (($#)); do
+    case $1 in
+        --nnodes | --node-rank | --nproc-per-node | --master-addr | --master-port)
+            (($# > 1)) || fail "$1 needs a value"
+            case $1 in
+                --nnodes) nnodes=$2 ;;
+                --node-rank) node_rank=$2 ;;
+                --nproc-per-node) nproc=$2 ;;
+                --master-addr) master_addr=$2 ;;
+                --master-port) master_port=$2 ;;
+            esac
+            shift 2
+            ;;
+        --dry-run) dry_run=true && shift ;;
+        -h | --help) usage && exit 0 ;;
+        --) shift && break ;;
+        -*) fail "unknown option $1" ;;
+        *) break ;;
+    esac
+done
+
+(($#)) || fail "no command given"
+nproc=${nproc:-$(gpus)}
+for pair in "nnodes $nnodes" "node-rank $node_rank" "nproc-per-node $nproc" "master-port $master_port"; do
+    is_number "${pair#* }" || fail "--${pair% *} must be a number, not '${pair#* }'"
+done
+((nnodes >= 1 && nproc >= 1)) || fail "--nnodes and --nproc-per-node must be at least 1"
+((node_rank < nnodes)) || fail "--node-rank $node_rank is not below --nnodes $nnodes"
+if ((nnodes > 1)) && [[ -z $master_addr ]]; then
+    fail "--master-addr is required with several nodes"
+fi
+
+command=(
+    "${PYTHON:-python3}" -m torch.distributed.run
+    --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc"
+    --master-addr "${master_addr:-127.0.0.1}" --master-port "$master_port"
+    -m megappo_cli "$@"
+)
+if $dry_run; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+exec "${command[@]}"

@@ -1,0 +1,128 @@
+"""A folder of checkpoints in which every checkpoint that can be seen is whole.
+
+    checkpoints/
+      latest                 name of the newest checkpoint
+      iter_000010/           manifest.json, state.json, one folder a role, …
+
+A checkpoint is written as `iter_000010.partial`, gets a manifest of its files and sizes, and is renamed. A run that
+is killed at any moment leaves the previous checkpoint untouched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.errors import UserError
+
+_PREFIX, _PARTIAL = "iter_", ".partial"
+
+
+class CheckpointStore:
+    """Checkpoints of one run under `root`, the newest `keep` of them. Shared by all ranks (one file system)."""
+
+    def __init__(self, root: str | Path, keep: int = 3):
+        self.root = Path(root)
+        self.keep = keep
+
+    def folder(self, iteration: int) -> Path:
+        return self.root / f"{_PREFIX}{iteration:06d}"
+
+    def iterations(self) -> list[int]:
+        """Iterations of the complete checkpoints, ascending."""
+        if not self.root.is_dir():
+            return []
+        names = [p.name for p in self.root.iterdir() if p.name.startswith(_PREFIX) and p.is_dir()]
+        return sorted(int(name[len(_PREFIX) :]) for name in names if not name.endswith(_PARTIAL))
+
+    # -------------------------------------------------------------- writing
+    def begin(self, iteration: int) -> Path:
+        """An empty folder to write a checkpoint into. Collective."""
+        partial = self.folder(iteration).with_name(self.folder(iteration).name + _PARTIAL)
+        if _rank() == 0:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as err:
+                raise UserError(f"cannot write {partial} ({err.strerror}): check trainer.output_dir") from None
+        _barrier()
+        return partial
+
+    def commit(self, iteration: int) -> Path:
+        """Make the checkpoint that was begun visible, and delete the oldest ones. Collective."""
+        _barrier()
+        final = self.folder(iteration)
+        if _rank() == 0:
+            partial = final.with_name(final.name + _PARTIAL)
+            write_json(partial / "manifest.json", {"files": _sizes(partial)})
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+            _write_atomically(self.root / "latest", final.name + "\n")
+            for old in self.iterations()[: -self.keep]:
+                shutil.rmtree(self.folder(old), ignore_errors=True)
+        _barrier()
+        return final
+
+    # -------------------------------------------------------------- reading
+    def latest(self) -> Path | None:
+        """The newest checkpoint after checking that it is whole, or None when there is none.
+
+        Raises:
+            UserError: a file is missing or has another size than it was written with; names the previous one.
+        """
+        iterations = self.iterations()
+        if not iterations:
+            return None
+        newest = self.folder(iterations[-1])
+        problem = _damage(newest)
+        if problem:
+            previous = f"iteration {iterations[-2]}" if len(iterations) > 1 else "the start"
+            raise UserError(f"checkpoint {newest} is damaged: {problem}; delete it to continue from {previous}")
+        return newest
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.stat().st_size for p in files}
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        expected = json.loads((folder / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return "manifest.json is missing or unreadable"
+    actual = _sizes(folder)
+    for name, size in expected.items():
+        if name not in actual:
+            return f"{name} is missing"
+        if actual[name] != size:
+            return f"{name} has {actual[name]} bytes instead of {size}"
+    return None
+
+
+def write_json(path: Path, value: dict) -> None:
+    _write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(beside, path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,25 @@
+"""Small collectives over metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank. For small metadata only."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def any_rank(flag: bool) -> bool:
+    """True everywhere if it is true anywhere. Collective."""
+    tensor = torch.tensor(int(flag))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(tensor)

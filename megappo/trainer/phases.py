@@ -1,0 +1,357 @@
+"""The phases of one PPO iteration. Each takes the run and the batch, adds columns, and returns metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megappo.algorithms import advantages as adv
+from megappo.algorithms import shaping
+from megappo.algorithms.correction import correction, mismatch_from, mismatch_moments
+from megappo.algorithms.kl import kl_moments, kl_penalty
+from megappo.algorithms.policy_loss import PolicyLossConfig
+from megappo.algorithms.segments import segment_sum
+from megappo.algorithms.value_loss import explained_variance_from, explained_variance_moments
+from megappo.data.batch import RolloutBatch
+from megappo.data.prompts import PromptRow
+from megappo.engine.engine import ModelEngine, StepStats
+from megappo.engine.losses import Loss, PolicyLoss, ValueLoss
+from megappo.observe.metrics import MetricAccumulator, summarize
+from megappo.parallel.reduce import gather_objects
+from megappo.rollout.base import GeneratedSample, SamplingParams
+from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
+from megappo.rollout.recorded import RecordedEngine, write_rollouts
+from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
+from megappo.trainer.setup import PPORun
+
+Metrics = dict[str, float]
+_GREEDY_ID = 1 << 40  # ids of ReMax's greedy baselines, apart from the samples'
+
+
+# ------------------------------------------------------------------ rollout
+def sync_weights(run: PPORun) -> Metrics:
+    """Send the actor's weights to the rollout engine. Collective."""
+    from megappo.trainer.setup import DTYPES
+
+    run.rollout.wake()
+    stream = run.actor.stream_weights(DTYPES[run.config.rollout.dtype])
+    report = run.rollout.update_weights(stream, run.weight_version)
+    return {"sync/bytes": float(report.bytes), "sync/version": float(report.version)}
+
+
+def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
+    """This rank's share of the iteration's responses, in order of sample id."""
+    config = run.config
+    _, indices = run.sampler.batch(run.iteration)
+    rows = [run.train_data[i] for i in indices]
+    n = config.rollout.n
+    pairs = make_requests(rows, n, run.iteration * len(rows) * n, config.trainer.seed)
+    pairs = my_share(pairs, n)
+    if isinstance(run.rollout, RecordedEngine):
+        run.rollout.iteration = run.iteration
+    samples = run.rollout.generate([request for request, _ in pairs], run.sampling)
+    if config.rollout.record_dir:
+        everyone = gather_objects(samples)
+        if dist.get_rank() == 0:
+            write_rollouts(config.rollout.record_dir, run.iteration, [s for part in everyone for s in part])
+    return samples, [row for _, row in pairs]
+
+
+def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> RolloutBatch:
+    """Score this rank's responses and assemble the batch of all ranks."""
+    scores = run.reward.score(reward_samples(samples, rows, run.tokenizer))
+    return assemble(samples, rows, scores)
+
+
+def greedy_baseline(run: PPORun, rows: list[PromptRow]) -> np.ndarray:
+    """ReMax: the score of the greedy answer to each prompt of the batch, by group id."""
+    n = run.config.rollout.n
+    prompts = rows[::n]
+    greedy = SamplingParams(
+        max_new_tokens=run.sampling.max_new_tokens,
+        temperature=0.0,
+        stop_token_ids=run.sampling.stop_token_ids,
+        stop_strings=run.sampling.stop_strings,
+    )
+    requests = [request for request, _ in make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed)]
+    samples = run.rollout.generate(requests, greedy)
+    scores = run.reward.score(reward_samples(samples, prompts, run.tokenizer))
+    return np.array([s for part in gather_objects(scores) for s in part])
+
+
+# ------------------------------------------------------------------ plans and forward passes
+def plan_actor(run: PPORun, batch: RolloutBatch) -> RolePlan:
+    actor, config = run.config.actor, run.config
+    return role_plan(
+        run.actor,
+        batch.info.length,
+        actor.ppo_mini_batch_size * config.rollout.n,
+        budget(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        seed=(config.trainer.seed, run.iteration),
+        shuffle=actor.shuffle,
+    )
+
+
+def plan_critic(run: PPORun, batch: RolloutBatch) -> RolePlan:
+    critic, config = run.config.critic, run.config
+    return role_plan(
+        run.critic,
+        batch.info.length,
+        critic.ppo_mini_batch_size * config.rollout.n,
+        budget(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu),
+        seed=(config.trainer.seed, run.iteration),
+        shuffle=critic.shuffle,
+    )
+
+
+def add_logprobs(run: PPORun, batch: RolloutBatch) -> None:
+    """`old_logprobs`: the actor's own, before the update."""
+    actor = run.config.actor
+    sizes = budget(
+        actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
+    )
+    micro = forward_micro_batches(run.actor, batch.info.length, batch.placement.owner, sizes)
+    batch["old_logprobs"] = run.actor.forward(batch, micro, "logprobs")["logprobs"]
+
+
+def add_reference(run: PPORun, batch: RolloutBatch) -> None:
+    """`ref_logprobs`: the frozen policy's, computed in its own layout."""
+    ref = run.config.reference
+    sizes = budget(
+        run.config.actor.use_dynamic_bsz,
+        ref.log_prob_micro_batch_size_per_gpu,
+        ref.log_prob_max_token_len_per_gpu,
+    )
+    if run.reference.layout == run.actor.layout:
+        placement = batch.placement
+    else:
+        everything = [np.arange(len(batch.info))]
+        from megappo.data.schedule import plan
+
+        owner = plan(batch.info.length, everything, run.reference.layout.dp, sizes).owner
+        placement = run.reference.placement(owner)
+    there = batch.only("tokens", "loss_mask").to(placement)
+    micro = forward_micro_batches(run.reference, there.info.length, placement.owner, sizes)
+    there["ref_logprobs"] = run.reference.forward(there, micro, "logprobs")["logprobs"]
+    batch["ref_logprobs"] = there.only("ref_logprobs").to(batch.placement)["ref_logprobs"]
+
+
+def add_values(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> tuple[RolloutBatch, np.ndarray]:
+    """`values` on the batch; also the batch as the critic holds it, and V after the last token of every sample."""
+    critic = run.config.critic
+    there = batch.only("tokens", "loss_mask").to(plan.placement)
+    sizes = budget(
+        critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+    )
+    micro = forward_micro_batches(run.critic, there.info.length, plan.placement.owner, sizes)
+    result = run.critic.forward(there, micro, "values")
+    there["values"] = result["values"]
+    batch["values"] = there.only("values").to(batch.placement)["values"]
+    last = share_per_sample(run.critic, there, result["last_values"])
+    return there, last
+
+
+def share_per_sample(engine: ModelEngine, batch: RolloutBatch, local: torch.Tensor) -> np.ndarray:
+    """A number for each sample held here → the array of all samples, on every rank. Collective."""
+    full = torch.zeros(len(batch.info), dtype=torch.float64)
+    full[torch.from_numpy(batch.indices)] = local.double()
+    if engine.layout.dp > 1:
+        dist.all_reduce(full, group=engine.context.dp_group)
+    return full.numpy()
+
+
+# ------------------------------------------------------------------ rewards and advantages
+def shaped_scores(run: PPORun, batch: RolloutBatch) -> np.ndarray:
+    """Scores of all samples after clipping and the overlong penalty."""
+    rules = run.config.algorithm.reward_shaping
+    scores = torch.from_numpy(batch.info.score)
+    if rules.clip is not None:
+        scores = shaping.clip_scores(scores, *rules.clip)
+    if rules.overlong.enabled:
+        lengths = torch.from_numpy(batch.info.response_len)
+        limit = run.config.data.max_response_length
+        scores = scores + shaping.overlong_penalty(
+            lengths, limit, rules.overlong.buffer_len, rules.overlong.penalty_factor
+        )
+    return scores.double().numpy()
+
+
+def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
+    """`rewards`: the score spread over the response, minus β·KL to the reference. Moves the KL controller."""
+    algorithm = run.config.algorithm
+    mask, cu = batch["loss_mask"], batch.cu_seqlens
+    scores = batch.sample_values(shaped_scores(run, batch))
+    credit = algorithm.reward_shaping
+    batch["rewards"] = shaping.token_rewards(scores, mask, cu, credit.credit, credit.decay)
+    if "ref_logprobs" not in batch.columns:
+        return {}
+    kl = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], algorithm.kl_penalty, loss_mask=mask)
+    moments = kl_moments(kl, mask, cu)
+    if run.actor.layout.dp > 1:
+        dist.all_reduce(moments, group=run.actor.context.dp_group)
+    current = float(moments[0] / moments[1].clamp(min=1))
+    metrics = {"actor/reward_kl_penalty": current}
+    if algorithm.use_kl_in_reward:
+        metrics["actor/reward_kl_penalty_coeff"] = run.kl_controller.value
+        batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, run.kl_controller.value, mask)
+        run.kl_controller.update(current, int(moments[1]))
+    return metrics
+
+
+def add_advantages(
+    run: PPORun, batch: RolloutBatch, last_values: np.ndarray | None, baseline: np.ndarray | None
+) -> None:
+    """`advantages` (and `returns` for GAE), whitened over the global batch where configured."""
+    algorithm = run.config.algorithm
+    mask, cu, kind = batch["loss_mask"], batch.cu_seqlens, algorithm.adv_estimator
+    if kind == "gae":
+        bootstrap = None
+        if algorithm.bootstrap_truncated:
+            bootstrap = batch.sample_values(np.where(batch.info.truncated, last_values, 0.0))
+        batch["advantages"], batch["returns"] = adv.gae(
+            batch["rewards"],
+            batch["values"],
+            mask,
+            cu,
+            algorithm.gamma,
+            algorithm.lam,
+            lam_returns=None if algorithm.lam_critic == algorithm.lam else algorithm.lam_critic,
+            adaptive_alpha=algorithm.adaptive_lam_alpha,
+            bootstrap_values=bootstrap,
+        )
+    elif kind == "reinforce_plus_plus":
+        batch["advantages"] = adv.rewards_to_go(batch["rewards"], mask, cu, algorithm.gamma)
+    else:
+        totals = share_per_sample(run.actor, batch, segment_sum(batch["rewards"], cu))
+        group_ids = torch.from_numpy(batch.info.group_id)
+        per_sample = adv.group_advantages(
+            torch.from_numpy(totals),
+            group_ids,
+            kind,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            baseline_scores=None if baseline is None else torch.from_numpy(baseline)[group_ids],
+        )
+        batch["advantages"] = adv.broadcast_to_tokens(batch.sample_values(per_sample.numpy()), mask, cu)
+    if algorithm.normalize_advantages and kind not in ("grpo", "rloo", "remax"):
+        moments = adv.moments(batch["advantages"], mask)
+        if run.actor.layout.dp > 1:
+            dist.all_reduce(moments, group=run.actor.context.dp_group)
+        batch["advantages"] = adv.whiten(batch["advantages"], mask, moments)
+
+
+def add_correction(run: PPORun, batch: RolloutBatch) -> tuple[RolloutBatch, Metrics]:
+    """`correction`: weights for the gap between rollout and training log-probs, which is measured in any case."""
+    rules = run.config.algorithm.correction
+    mask = batch["loss_mask"]
+    moments = mismatch_moments(batch["old_logprobs"], batch["rollout_logprobs"], mask)
+    if run.actor.layout.dp > 1:
+        dist.all_reduce(moments, group=run.actor.context.dp_group)
+    metrics = mismatch_from(moments)
+    if rules.mode == "none":
+        return batch, metrics
+    result = correction(
+        batch["old_logprobs"],
+        batch["rollout_logprobs"],
+        mask,
+        batch.cu_seqlens,
+        rules.mode,
+        rules.clip_max,
+        rules.band_low,
+        rules.band_high,
+    )
+    kept = share_per_sample(run.actor, batch, segment_sum(result.keep.float(), batch.cu_seqlens))
+    info = replace(batch.info, trainable=kept.round().astype(np.int64))
+    columns = {**batch.columns, "loss_mask": result.keep, "correction": result.weights}
+    metrics["rollout_corr/kept_share"] = float(kept.sum() / max(1, batch.info.trainable.sum()))
+    return replace(batch, info=info, columns=columns), metrics
+
+
+# ------------------------------------------------------------------ updates
+def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Metrics:
+    critic = run.config.critic
+    loss = ValueLoss(critic.cliprange_value)
+    steps = [
+        run.critic.train_step(
+            batch,
+            plan.minis[mini],
+            plan.micro_batches(mini),
+            loss,
+            agg_mode=critic.loss_agg_mode,
+            norm_length=run.config.actor.loss_agg_norm_length,
+        )
+        for mini in plan.steps(critic.ppo_epochs)
+    ]
+    return step_metrics(run.critic, loss, steps, "critic")
+
+
+def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Metrics:
+    actor = run.config.actor
+    loss = PolicyLoss(
+        PolicyLossConfig(actor.policy_loss, actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        kl_type=actor.kl_loss_type,
+        corrected="correction" in batch.columns,
+    )
+    steps = [
+        run.actor.train_step(
+            batch,
+            plan.minis[mini],
+            plan.micro_batches(mini),
+            loss,
+            agg_mode=actor.loss_agg_mode,
+            norm_length=actor.loss_agg_norm_length,
+        )
+        for mini in plan.steps(actor.ppo_epochs)
+    ]
+    metrics = step_metrics(run.actor, loss, steps, "actor")
+    if "actor/ratio_min_neg" in metrics:
+        metrics["actor/ratio_min"] = -metrics.pop("actor/ratio_min_neg")
+    if actor.use_kl_loss:
+        metrics["actor/kl_coef"] = actor.kl_loss_coef
+    return metrics
+
+
+def step_metrics(engine: ModelEngine, loss: Loss, steps: list[StepStats], role: str) -> Metrics:
+    """Means (maxima) over the optimizer steps, made global."""
+    numbers = MetricAccumulator()
+    counted = steps if engine.reports else []
+    for name in loss.sums:
+        numbers.add_sum(name, sum(s.sums[name] for s in counted), len(steps))
+    for name in loss.maxima:
+        numbers.add_max(name, [s.maxima[name] for s in counted])
+    norms = [s.grad_norm for s in steps if s.applied]
+    return {
+        **numbers.reduce(),
+        **({f"{role}/grad_norm": float(np.mean(norms)), f"{role}/grad_norm_max": max(norms)} if norms else {}),
+        f"{role}/lr": steps[-1].lr,
+        f"{role}/skipped_steps": float(len(steps) - len(norms)),
+    }
+
+
+def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
+    """Scores and lengths of all samples; rewards, advantages, returns and values of all trained tokens."""
+    info = batch.info
+    out = summarize("critic/score", info.score)
+    out |= summarize("response_length", info.response_len)
+    out |= summarize("prompt_length", info.prompt_len)
+    out["response_length/clip_ratio"] = float(info.truncated.mean())
+    for source in sorted(set(info.source)):
+        chosen = np.array([s == source for s in info.source])
+        out[f"reward/{source}/mean"] = float(info.score[chosen].mean())
+    numbers = MetricAccumulator()
+    mask = batch["loss_mask"]
+    numbers.add_stats("critic/rewards", segment_sum(batch["rewards"], batch.cu_seqlens))
+    for name in ("advantages", "returns", "values"):
+        if name in batch.columns:
+            numbers.add_stats(f"critic/{name}", batch[name][mask])
+    out |= numbers.reduce(run.actor.context.dp_group)
+    if "returns" in batch.columns:
+        moments = explained_variance_moments(batch["values"], batch["returns"], mask)
+        if run.actor.layout.dp > 1:
+            dist.all_reduce(moments, group=run.actor.context.dp_group)
+        out["critic/vf_explained_var"] = explained_variance_from(moments)
+    return out

@@ -1,0 +1,75 @@
+"""Which samples a role trains on together, on which replica, in which micro-batch: one plan a role and iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megappo.data.batch import Placement
+from megappo.data.schedule import Budget, MicroBatches, Schedule, mini_batches, plan, plan_forward
+from megappo.engine.engine import ModelEngine
+
+
+@dataclass
+class RolePlan:
+    """The schedule of one role for one batch.
+
+    The mini-batches are drawn once an iteration, from the seed alone; each PPO epoch visits them in a new order.
+    So a sample stays on one rank for the whole iteration, and every mini-batch is balanced over the ranks.
+    """
+
+    minis: list[np.ndarray]
+    schedule: Schedule
+    placement: Placement
+    dp_rank: int
+    seed: tuple[int, ...]
+    shuffle: bool
+
+    def micro_batches(self, mini: int) -> MicroBatches:
+        """This rank's micro-batches of a mini-batch."""
+        return self.schedule.micro_batches[mini][self.dp_rank]
+
+    def steps(self, epochs: int) -> Iterator[int]:
+        """Mini-batch of every optimizer step of the iteration."""
+        for epoch in range(epochs):
+            order = np.arange(len(self.minis))
+            if self.shuffle:
+                order = np.random.RandomState((*self.seed, epoch)).permutation(len(self.minis))
+            yield from order.tolist()
+
+
+def role_plan(
+    engine: ModelEngine,
+    lengths: np.ndarray,
+    mini_batch_size: int,
+    budget: Budget,
+    *,
+    seed: tuple[int, ...],
+    shuffle: bool,
+) -> RolePlan:
+    """Plan a role's update. `mini_batch_size` in samples. The same on every rank, without communication."""
+    minis = mini_batches(len(lengths), mini_batch_size, seed, shuffle)
+    layout = engine.layout
+    schedule = plan(lengths, minis, layout.dp, budget, multiple_of=_multiple(engine))
+    placement = engine.placement(schedule.owner)
+    return RolePlan(minis, schedule, placement, engine.context.coords.dp, seed, shuffle)
+
+
+def forward_micro_batches(
+    engine: ModelEngine, lengths: np.ndarray, owner: np.ndarray, budget: Budget
+) -> MicroBatches:
+    """This rank's micro-batches of a forward-only pass over the samples that its replica owns."""
+    ranks = plan_forward(lengths, owner, engine.layout.dp, budget, multiple_of=_multiple(engine))
+    return ranks[engine.context.coords.dp]
+
+
+def _multiple(engine: ModelEngine) -> int:
+    """The interleaved pipeline runs micro-batches in groups as large as the pipeline."""
+    return engine.layout.pp if engine.layout.vpp > 1 else 1
+
+
+def budget(dynamic: bool, samples: int, tokens: int) -> Budget:
+    """Micro-batches by token budget (`use_dynamic_bsz`) or by number of samples."""
+    return Budget(tokens=tokens) if dynamic else Budget(samples=samples)

@@ -1,0 +1,133 @@
+"""The PPO loop."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.checkpoint.hf import write_hf
+from megappo.config.schema import ExperimentConfig
+from megappo.errors import Interrupted
+from megappo.observe.timing import Timer
+from megappo.parallel import backend
+from megappo.trainer import phases
+from megappo.trainer.evaluate import evaluate
+from megappo.trainer.interrupt import StopRequest
+from megappo.trainer.resume import load_run, save_run
+from megappo.trainer.setup import DTYPES, PPORun, build_run
+from megappo.trainer.watch import Watch
+
+
+def run_ppo(config: ExperimentConfig) -> dict[str, float]:
+    """Train as `config` says, from the beginning or from the latest checkpoint; returns the last metrics.
+
+    Every rank calls it. Raises Interrupted after a signal, once the state is saved.
+    """
+    backend.init_distributed(config.trainer.distributed_timeout_s)
+    run = build_run(config)
+    watch = Watch(config, run.total_iterations)
+    try:
+        with StopRequest() as stop:
+            return _train(run, watch, stop)
+    finally:
+        watch.close()
+        run.reward.close()
+
+
+def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
+    trainer = run.config.trainer
+    if trainer.resume == "auto" and load_run(run):
+        watch.resumed(run.iteration)
+    phases.sync_weights(run)
+    metrics: dict[str, float] = {}
+    if run.iteration == 0 and trainer.val_before_train and run.val_data is not None:
+        metrics = _evaluate(run, watch)
+    while run.iteration < run.total_iterations:
+        timer = Timer(backend.synchronize)
+        with timer("step"):
+            metrics = ppo_iteration(run, timer)
+        run.iteration += 1
+        last, stopping = run.iteration == run.total_iterations, stop.anywhere()
+        if _due(trainer.test_freq, run.iteration, last) and run.val_data is not None and not stopping:
+            with timer("testing"):
+                metrics |= _evaluate(run, watch)
+        if _due(trainer.save_freq, run.iteration, last or stopping):
+            with timer("save_checkpoint"):
+                save_run(run)
+        watch.log(run.iteration, metrics | timer.take())
+        if stopping and not last:
+            raise Interrupted(_how_to_resume(run), stop.exit_code)
+    _export(run, watch)
+    return metrics
+
+
+def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
+    """rollout → scores → log-probs, values → rewards → advantages → critic and actor epochs → weights to rollout."""
+    algorithm = run.config.algorithm
+    metrics: dict[str, float] = {}
+    with timer("gen"):
+        samples, rows = phases.generate(run)
+    with timer("reward"):
+        batch = phases.score(run, samples, rows)
+        baseline = phases.greedy_baseline(run, rows) if algorithm.adv_estimator == "remax" else None
+    actor_plan = phases.plan_actor(run, batch)
+    batch = batch.to(actor_plan.placement)
+    with timer("old_log_prob"):
+        phases.add_logprobs(run, batch)
+    if run.reference is not None:
+        with timer("ref"):
+            phases.add_reference(run, batch)
+    last_values = None
+    if run.critic is not None:
+        with timer("values"):
+            critic_plan = phases.plan_critic(run, batch)
+            critic_batch, last_values = phases.add_values(run, batch, critic_plan)
+    with timer("adv"):
+        metrics |= phases.add_rewards(run, batch)
+        phases.add_advantages(run, batch, last_values, baseline)
+        metrics |= phases.batch_metrics(run, batch)
+        actor_batch, mismatch = phases.add_correction(run, batch)
+        metrics |= mismatch
+    if run.critic is not None:
+        with timer("update_critic"):
+            critic_batch["returns"] = batch.only("returns").to(critic_plan.placement)["returns"]
+            metrics |= phases.update_critic(run, critic_batch, critic_plan)
+    if run.iteration >= run.config.trainer.critic_warmup:
+        with timer("update_actor"):
+            metrics |= phases.update_actor(run, actor_batch, actor_plan)
+        run.weight_version += 1
+        with timer("sync_weights"):
+            metrics |= phases.sync_weights(run)
+    tokens = int(batch.info.length.sum())
+    metrics |= {"perf/total_num_tokens": float(tokens), "training/global_step": float(run.iteration + 1)}
+    metrics["training/epoch"] = float(run.iteration // run.sampler.steps_per_epoch)
+    return metrics
+
+
+def _due(every: int, iteration: int, last: bool) -> bool:
+    """Every so many iterations, and at the end; -1 is never."""
+    return every > 0 and (last or iteration % every == 0)
+
+
+def _evaluate(run: PPORun, watch: Watch) -> dict[str, float]:
+    metrics, answers = evaluate(run)
+    watch.validation(run.iteration, metrics, answers[: run.config.trainer.log_val_samples])
+    return metrics
+
+
+def _export(run: PPORun, watch: Watch) -> None:
+    """The trained policy as a Hugging Face folder."""
+    out = Path(run.config.trainer.output_dir) / "final_hf"
+    dtype = DTYPES[run.config.model.dtype]
+    write_hf(
+        run.actor.stream_weights(dtype), run.actor.spec.path, out, dtype, write=dist.get_rank() == 0
+    )
+    watch.say(f"trained model: {out}")
+
+
+def _how_to_resume(run: PPORun) -> str:
+    saved = f"saved after iteration {run.iteration}" if run.config.trainer.save_freq > 0 else "nothing saved"
+    command = " ".join(sys.argv[1:]) or "the same command"
+    return f"interrupted; {saved} in {run.checkpoints}; to continue: megappo {command}"

@@ -1,0 +1,107 @@
+"""Save and restore a whole run: roles, optimizers, schedules, RNG, data position, KL controller.
+
+Data order, mini-batches and sampling seeds are pure functions of (seed, iteration), so the iteration number is all
+that has to be kept of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megappo import __version__
+from megappo.checkpoint.distributed import load_engine, save_engine
+from megappo.checkpoint.store import CheckpointStore, write_json
+from megappo.engine.engine import ModelEngine
+from megappo.errors import UserError
+from megappo.trainer.setup import PPORun
+
+
+def trained(engines: dict[str, ModelEngine]) -> dict[str, ModelEngine]:
+    """The roles that change. The reference never does: it is loaded from its own folder again, never re-anchored."""
+    return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
+
+
+def save_state(store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict) -> Path:
+    """Write one checkpoint of these roles plus `extra` (JSON). Collective."""
+    folder = store.begin(iteration)
+    for role, engine in trained(engines).items():
+        save_engine(engine, folder / role)
+    _save_rng(folder)
+    if dist.get_rank() == 0:
+        optimizers = {role: engine.optimizer.state() for role, engine in trained(engines).items()}
+        state = {"megappo": __version__, "iteration": iteration, "world": dist.get_world_size()}
+        write_json(folder / "state.json", state | {"optimizers": optimizers} | extra)
+    return store.commit(iteration)
+
+
+def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict | None:
+    """Restore the newest checkpoint; returns its `state.json`, or None when there is none. Collective.
+
+    Raises:
+        UserError: the checkpoint is damaged, or holds other roles than this run trains.
+    """
+    folder = store.latest()
+    if folder is None:
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    roles = trained(engines)
+    if set(state["optimizers"]) != set(roles):
+        raise UserError(
+            f"{folder} holds {', '.join(state['optimizers'])}, this run trains {', '.join(roles)}: use another "
+            "trainer.output_dir, or trainer.resume=never to start anew"
+        )
+    for role, engine in roles.items():
+        load_engine(engine, folder / role)
+        engine.optimizer.load_state(state["optimizers"][role])
+    _load_rng(folder, state["world"])
+    return state
+
+
+def save_run(run: PPORun) -> Path:
+    """Checkpoint the run after `run.iteration` iterations. Collective."""
+    store = CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
+    extra = {
+        "weight_version": run.weight_version,
+        "kl_controller": run.kl_controller.state_dict(),
+        "config": run.config.model_dump(mode="json"),
+    }
+    return save_state(store, run.iteration, run.engines, extra)
+
+
+def load_run(run: PPORun) -> bool:
+    """Continue from the newest checkpoint of `trainer.output_dir`; False when there is none. Collective."""
+    store = CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
+    state = load_state(store, run.engines)
+    if state is None:
+        return False
+    run.iteration = int(state["iteration"])
+    run.weight_version = int(state["weight_version"])
+    run.kl_controller.load_state_dict(state["kl_controller"])
+    return True
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / "rng" / f"rank_{dist.get_rank():05d}.safetensors"
+
+
+def _save_rng(folder: Path) -> None:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    _rng_file(folder).parent.mkdir(exist_ok=True)
+    save_file(states, _rng_file(folder))
+
+
+def _load_rng(folder: Path, world: int) -> None:
+    """Generator states belong to ranks: with another number of ranks there is nothing to continue."""
+    if world != dist.get_world_size():
+        return
+    states = load_file(_rng_file(folder))
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

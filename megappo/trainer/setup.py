@@ -1,0 +1,219 @@
+"""Put a PPO run together from its configuration: data, rewards, engines, rollout engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megappo.algorithms.kl import FixedController, make_controller
+from megappo.checkpoint.hf import HFReader
+from megappo.config.schema import ExperimentConfig, OptimConfig, ParallelConfig
+from megappo.data.prompts import PromptDataset, PromptSampler
+from megappo.engine.engine import EngineOptions, ModelEngine
+from megappo.errors import UserError
+from megappo.models.spec import load_spec
+from megappo.parallel import backend
+from megappo.parallel.layout import ParallelLayout
+from megappo.rewards.combine import CombinedReward, build_reward
+from megappo.rollout.base import RolloutEngine, SamplingParams
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class PPORun:
+    """Everything that lives as long as the run. `iteration` is the next one to do; the rest is rebuilt on resume."""
+
+    config: ExperimentConfig
+    tokenizer: Any
+    train_data: PromptDataset
+    val_data: PromptDataset | None
+    sampler: PromptSampler
+    reward: CombinedReward
+    actor: ModelEngine
+    critic: ModelEngine | None
+    reference: ModelEngine | None
+    rollout: RolloutEngine
+    sampling: SamplingParams
+    kl_controller: FixedController
+    total_iterations: int
+    iteration: int = 0
+    weight_version: int = 0
+    engines: dict[str, ModelEngine] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.config.trainer.output_dir) / "checkpoints"
+
+
+def layout_of(parallel: ParallelConfig, world: int) -> ParallelLayout:
+    """The grid that a role's configuration describes over `world` ranks."""
+    return ParallelLayout(
+        world=world,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        vpp=parallel.vpp,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
+        last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
+    )
+
+
+def build_engine(
+    path: str,
+    parallel: ParallelConfig,
+    dtype: str,
+    *,
+    critic: bool = False,
+    temperature: float = 1.0,
+    optim: OptimConfig | None = None,
+    total_steps: int = 1,
+) -> ModelEngine:
+    """A role with its weights loaded from a Hugging Face folder. Collective."""
+    options = EngineOptions(
+        critic=critic,
+        dtype=DTYPES[dtype],
+        temperature=temperature,
+        recompute=parallel.recompute,
+        distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    layout = layout_of(parallel, dist.get_world_size())
+    engine = ModelEngine(load_spec(path), layout, options, optim=optim, total_steps=total_steps)
+    engine.load_hf(HFReader(path))
+    return engine
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder has no tokenizer that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as err:
+        reason = str(err).splitlines()[0]
+        raise UserError(f"no usable tokenizer in {path} ({reason}): set model.tokenizer_path") from None
+
+
+def stop_token_ids(path: str, tokenizer: Any, extra: list[int]) -> tuple[int, ...]:
+    """Every id that ends a response: the model's, its generation config's, the tokenizer's and the configured ones."""
+    from transformers import GenerationConfig
+
+    from megappo.models.spec import read_config
+
+    found: set[int] = set(extra)
+    candidates: list[Any] = [tokenizer.eos_token_id, read_config(path).get("eos_token_id")]
+    if (Path(path) / "generation_config.json").is_file():
+        candidates.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    for ids in candidates:
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _build_rollout(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
+    if config.rollout.engine == "recorded":
+        from megappo.rollout.recorded import RecordedEngine
+
+        return RecordedEngine(config.rollout.replay_dir)
+    from transformers import AutoConfig
+
+    from megappo.rollout.embedded import EmbeddedEngine
+
+    pad = tokenizer.pad_token_id
+    return EmbeddedEngine(
+        AutoConfig.from_pretrained(config.model.path),
+        dtype=DTYPES[config.rollout.dtype],
+        device=backend.device(),
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        pad_token_id=pad if pad is not None else (tokenizer.eos_token_id or 0),
+        tokenizer=tokenizer,
+    )
+
+
+def _read_data(config: ExperimentConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+    data = config.data
+    common = {
+        "prompt_key": data.prompt_key,
+        "max_prompt_length": data.max_prompt_length,
+        "filter_overlong": data.filter_overlong_prompts,
+        "chat_template": config.model.chat_template,
+    }
+    train = PromptDataset(data.train_files, tokenizer, **common)
+    if not data.val_files:
+        return train, None
+    return train, PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
+
+
+def build_run(config: ExperimentConfig) -> PPORun:
+    """Build all roles. Cheap mistakes (data, tokenizer, reward) show before any model is loaded. Collective."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    train, val = _read_data(config, tokenizer)
+    sampler = PromptSampler(
+        len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle
+    )
+    reward = build_reward(config.rewards)
+    reward.start()
+    iterations = config.trainer.total_iterations or config.trainer.total_epochs * sampler.steps_per_epoch
+    actor, critic = config.actor, config.critic
+    temperature = config.rollout.temperature
+    minis = -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
+    actor_steps = max(1, (iterations - config.trainer.critic_warmup) * minis * actor.ppo_epochs)
+    engines = {
+        "actor": build_engine(
+            config.model.path,
+            actor.parallel,
+            config.model.dtype,
+            temperature=temperature,
+            optim=actor.optim,
+            total_steps=actor_steps,
+        )
+    }
+    if config.needs_critic:
+        minis = -(-config.data.train_batch_size // critic.ppo_mini_batch_size)
+        engines["critic"] = build_engine(
+            critic.path,
+            critic.parallel,
+            config.model.dtype,
+            critic=True,
+            optim=critic.optim,
+            total_steps=iterations * minis * critic.ppo_epochs,
+        )
+    if config.needs_reference:
+        reference = config.reference
+        engines["reference"] = build_engine(
+            reference.path, reference.parallel, config.model.dtype, temperature=temperature
+        )
+    ctrl = config.algorithm.kl_ctrl
+    return PPORun(
+        config=config,
+        tokenizer=tokenizer,
+        train_data=train,
+        val_data=val,
+        sampler=sampler,
+        reward=reward,
+        actor=engines["actor"],
+        critic=engines.get("critic"),
+        reference=engines.get("reference"),
+        rollout=_build_rollout(config, tokenizer),
+        sampling=SamplingParams(
+            max_new_tokens=config.data.max_response_length,
+            temperature=temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids),
+            stop_strings=tuple(config.rollout.stop),
+        ),
+        kl_controller=make_controller(
+            ctrl.type, ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon, power=ctrl.power
+        ),
+        total_iterations=iterations,
+        engines=engines,
+    )

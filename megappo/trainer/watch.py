@@ -1,0 +1,60 @@
+"""What a run tells the outside: metrics and samples go to the sinks, from rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from megappo.config.schema import ExperimentConfig
+from megappo.observe.sinks import build_sinks
+from megappo.observe.sinks.base import Sinks
+
+
+class Watch:
+    """The sinks of a run; on ranks other than 0 every call does nothing."""
+
+    def __init__(self, config: ExperimentConfig, total_steps: int):
+        trainer = config.trainer
+        self.main = dist.get_rank() == 0
+        self.sinks = (
+            build_sinks(
+                trainer.logger,
+                trainer.output_dir,
+                trainer.project_name,
+                trainer.experiment_name,
+                config.model_dump(mode="json"),
+                total_steps,
+            )
+            if self.main
+            else Sinks([])
+        )
+
+    def resumed(self, iteration: int) -> None:
+        """The run continues after `iteration`: records of later iterations will be made again."""
+        self.sinks.truncate_from(iteration + 1)
+        self.say(f"resumed after iteration {iteration}")
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """One iteration's metrics, completed by the throughput."""
+        seconds = metrics.get("timing_s/step")
+        tokens = metrics.get("perf/total_num_tokens")
+        if seconds and tokens:
+            metrics["perf/time_per_step"] = seconds
+            metrics["perf/throughput"] = tokens / seconds / dist.get_world_size()
+        self.sinks.log(metrics, iteration)
+
+    def validation(self, iteration: int, metrics: dict[str, float], answers: Sequence) -> None:
+        """Held-out metrics on their own line (before training), and some answers."""
+        if iteration == 0:
+            self.sinks.log(metrics, iteration)
+        self.sinks.text("val/generations", [asdict(answer) for answer in answers], iteration)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.sinks.close()

@@ -1,0 +1,338 @@
+"""The reward process: errors name the sample, nothing hangs, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megappo
+from megappo.errors import UserError
+from megappo.rewards.base import RewardSample
+from megappo.rewards.worker import WorkerReward
+
+ROOT = Path(megappo.__file__).parents[1]
+USER_CODE = """
+import os, re, signal, subprocess, sys, time
+
+def fn(*, data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return float(solution_str == ground_truth) + bonus
+
+def pid(**_):
+    return os.getpid()
+
+def torch_loaded(**_):
+    return "torch" in sys.modules
+
+def act(*, solution_str, extra_info, **_):
+    kind = solution_str
+    if kind == "loop":
+        while True: pass
+    if kind == "regex":  # holds the interpreter lock
+        return float(bool(re.match("(a+)+$", "a" * 64 + "b")))
+    if kind == "raise":
+        raise KeyError("no such\\nkey")
+    if kind == "exit":
+        sys.exit(4)
+    if kind == "os_exit":
+        os._exit(3)
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "close":
+        os.closerange(3, 64)
+        time.sleep(3600)
+    if kind == "child_holds_pipe":
+        child = os.fork()
+        if child == 0:
+            time.sleep(3600)
+        with open(extra_info["pid_file"], "w") as file:
+            file.write(str(child))
+        os._exit(5)
+    if kind == "print":
+        print("to standard output"); os.write(1, b"raw\\n"); sys.stdin.read()
+    if kind in ("nan", "inf"):
+        return float(kind)
+    if kind == "none":
+        return None
+    if kind == "dict":
+        return {"score": 2.0, "acc": 1.0}
+    if kind == "types":
+        return float(isinstance(extra_info["when"], tuple) and extra_info["raw"] == b"\\x00")
+    return 1.0
+"""
+
+
+def sample(response, sample_id=17, **changes):
+    return RewardSample(sample_id, "sums", "1+1=", response, "2", **changes)
+
+
+@pytest.fixture
+def make(tmp_path):
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    made = []
+
+    def build(function, timeout_s=60.0, **kwargs):
+        path = f"{tmp_path}/user_code.py:{function}"
+        made.append(WorkerReward(function, "function", path=path, kwargs=kwargs, timeout_s=timeout_s))
+        return made[-1]
+
+    yield build
+    for reward in made:
+        reward.close()
+
+
+def refused(reward, *samples) -> str:
+    with pytest.raises(UserError) as caught:
+        reward.score(samples)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def gone(pid) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def ended(pid) -> bool:
+    """Wait until a process that is not our child has ended (it may stay a zombie of a lazy init)."""
+    for _ in range(10_000):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        os.sched_yield()
+    return False
+
+
+def test_scores_and_extras_come_in_the_order_of_the_samples(make):
+    assert make("fn", bonus=0.5).score([sample("2"), sample("3"), sample("2")]) == [1.5, 0.5, 1.5]
+    acting = make("act")
+    assert acting.score([sample("dict"), sample("x")]) == [2.0, 1.0]
+    assert acting.extras == [{"acc": 1.0}, {}]
+
+
+def test_the_process_starts_with_the_first_sample_and_is_reused(make):
+    reward = make("pid")
+    assert reward.score([]) == [] and reward.pid is None
+    first = reward.score([sample("a"), sample("b")])
+    assert first == [reward.pid] * 2 and reward.score([sample("c")]) == [reward.pid]
+    assert reward.pid != os.getpid()
+
+
+def test_the_process_does_not_import_torch(make):
+    import torch  # noqa: F401  the parent has it, as in training
+
+    assert make("torch_loaded").score([sample("a")]) == [0.0]
+
+
+def test_values_of_the_data_row_keep_their_types(make):
+    assert make("act").score([sample("types", extra_info={"when": (1, 2), "raw": b"\0"})]) == [1.0]
+
+
+def test_a_sample_larger_than_any_pipe_buffer_passes(make):
+    assert make("act").score([sample("x" * 3_000_000)]) == [1.0]
+
+
+def test_printing_and_reading_standard_input_do_not_disturb(make, capfd):
+    assert make("act").score([sample("print"), sample("x")]) == [1.0, 1.0]
+    captured = capfd.readouterr()
+    assert "to standard output" in captured.err and "raw" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("kind", ["loop", "regex"])
+def test_a_sample_that_takes_too_long_is_named_and_its_process_killed(make, kind):
+    reward = make("act", timeout_s=0.5)
+    reward.score([sample("x")])
+    pid = reward.pid
+    message = refused(reward, sample("x", 16), sample(kind, 17))
+    assert "sample 17 (data_source 'sums', response '" + kind in message and "0.5 s" in message
+    assert gone(pid) and reward.pid is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raise", "KeyError: 'no such\\nkey' ("),
+        ("exit", "SystemExit: 4 ("),
+        ("nan", "returned nan, not a finite number"),
+        ("inf", "returned inf, not a finite number"),
+        ("none", "returned None, not a number"),
+    ],
+)
+def test_an_exception_or_bad_value_names_the_sample_and_the_process_lives_on(make, kind, words):
+    reward = make("act")
+    message = refused(reward, sample("x", 1), sample(kind, 2), sample("x", 3))
+    assert "reward 'act': sample 2 (data_source 'sums'" in message and words in message
+    pid = reward.pid
+    assert reward.score([sample("x")]) == [1.0] and reward.pid == pid
+
+
+def test_an_exception_names_the_users_file_and_line(make, tmp_path):
+    line = 1 + USER_CODE.splitlines().index('        raise KeyError("no such\\nkey")')
+    assert f"({tmp_path}/user_code.py:{line})" in refused(make("act"), sample("raise"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("os_exit", "died with exit code 3"),
+        ("killed", "was killed by SIGKILL (out of memory?)"),
+    ],
+)
+def test_a_process_that_dies_is_reported_and_replaced(make, kind, words):
+    reward = make("act")
+    reward.start()
+    message = refused(reward, sample(kind))
+    assert "sample 17" in message and words in message
+    assert reward.score([sample("x")]) == [1.0]
+
+
+def test_a_child_of_user_code_neither_hides_the_death_nor_survives_it(make, tmp_path):
+    reward = make("act", timeout_s=1.0)
+    reward.start()
+    info = {"pid_file": str(tmp_path / "pid")}
+    assert "died with exit code 5" in refused(reward, sample("child_holds_pipe", extra_info=info))
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_closes_its_pipes_is_reported_and_killed(make, monkeypatch):
+    monkeypatch.setattr("megappo.rewards.worker.CLOSE_TIMEOUT_S", 0.2)
+    reward = make("act")
+    reward.start()
+    pid = reward.pid
+    assert "closed its connection" in refused(reward, sample("close"))
+    assert gone(pid)
+
+
+def test_a_function_that_cannot_be_loaded_is_reported_by_start(tmp_path):
+    (tmp_path / "bad.py").write_text("import no_such_module_xyz\n")
+    reward = WorkerReward("bad", "function", path=f"{tmp_path}/bad.py:fn")
+    with pytest.raises(UserError, match=r"reward 'bad': .*No module named 'no_such_module_xyz'"):
+        reward.start()
+    assert reward.pid is None
+
+
+def test_a_module_that_ends_the_process_while_loading_is_reported(tmp_path):
+    (tmp_path / "bad.py").write_text("import os\nos._exit(9)\n")
+    with pytest.raises(UserError, match="died with exit code 9 while loading"):
+        WorkerReward("bad", "function", path=f"{tmp_path}/bad.py:fn").start()
+
+
+def test_a_module_that_never_finishes_loading_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("megappo.rewards.worker.STARTUP_TIMEOUT_S", 1.0)
+    (tmp_path / "bad.py").write_text("while True: pass\n")
+    with pytest.raises(UserError, match="not loaded after 1 s"):
+        WorkerReward("bad", "function", path=f"{tmp_path}/bad.py:fn").start()
+
+
+def test_close_ends_the_process_and_may_be_repeated(make):
+    reward = make("pid")
+    (pid,) = reward.score([sample("a")])
+    reward.close()
+    reward.close()
+    assert gone(int(pid)) and reward.pid is None
+    assert reward.score([sample("a")]) != [pid]
+
+
+def test_dropping_the_object_ends_the_process(tmp_path):
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    reward = WorkerReward("pid", "function", path=f"{tmp_path}/user_code.py:pid")
+    (pid,) = reward.score([sample("a")])
+    del reward
+    assert gone(int(pid))
+
+
+def test_ctrl_c_in_the_parent_ends_the_process_rather_than_mixing_up_replies(make, monkeypatch):
+    reward = make("act")
+    reward.start()
+    pid = reward.pid
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reward.score([sample("dict")])
+    assert gone(pid)
+    assert reward.score([sample("x")]) == [1.0]
+
+
+PARENT = """
+import os, signal, sys
+from megappo.rewards.base import RewardSample
+from megappo.rewards.worker import WorkerReward
+reward = WorkerReward("r", "function", path=sys.argv[1] + ":act", timeout_s=60)
+reward.score([RewardSample(0, "d", "", "x", "2")])
+"""
+
+
+def run_parent(tmp_path, code, **options):
+    """Run a parent process. Its pipes close only when all its descendants are gone: returning proves that."""
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    command = [sys.executable, "-c", PARENT + code, f"{tmp_path}/user_code.py"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, **options)
+
+
+def test_the_end_of_the_parent_ends_the_process(tmp_path):
+    assert run_parent(tmp_path, "").returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["idle", "loop"])
+def test_a_killed_parent_leaves_no_process_behind(tmp_path, kind):
+    code = f"""
+import threading
+pid = os.getpid()
+if {kind == "loop"}:
+    write = reward._write
+    def write_then_die(data, deadline):
+        write(data, deadline)
+        os.kill(pid, signal.SIGKILL)
+    reward._write = write_then_die
+    reward.score([RewardSample(0, "d", "", "loop", "2")])
+os.kill(pid, signal.SIGKILL)
+"""
+    assert run_parent(tmp_path, code).returncode == -signal.SIGKILL
+
+
+def test_sigint_to_the_process_group_and_to_the_process_does_not_reach_user_code(tmp_path):
+    code = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pid = reward.pid
+os.killpg(os.getpgrp(), signal.SIGINT)
+os.kill(pid, signal.SIGINT)
+print(reward.score([RewardSample(0, "d", "", "x", "2")]), reward.pid == pid)
+"""
+    done = run_parent(tmp_path, code, start_new_session=True)
+    assert done.stdout == "[1.0] True\n" and done.stderr == ""
+
+
+def test_a_forked_child_of_the_parent_does_not_end_the_process(tmp_path):
+    code = """
+pid = reward.pid
+if os.fork() == 0:
+    sys.exit(0)  # runs the exit handlers of the child
+os.wait()
+print(reward.score([RewardSample(0, "d", "", "x", "2")]), reward.pid == pid)
+"""
+    assert run_parent(tmp_path, code).stdout == "[1.0] True\n"
+
+
+def test_a_module_beside_the_users_command_does_not_replace_the_standard_library(tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')\n")
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + PARENT
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, f"{tmp_path}/user_code.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
