@@ -35,9 +35,7 @@ setup(
     author="MegaPPO contributors",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(
-        include=["megappo", "megappo.*", "megappo_cli", "megappo_cli.*", "checkpoints_tools*"]
-    ),
+    packages=find_packages(include=["megappo", "megappo.*", "megappo_cli", "megappo_cli.*", "checkpoints_tools*"]),
     install_requires=[
         "torch>=2.6",
         "megatron-core==0.16.1",  # the CPU patches are checked against it

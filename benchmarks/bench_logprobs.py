@@ -8,9 +8,10 @@ Forward and backward of a clipped policy loss in fp32. Rows:
 - log_softmax: the plain way, logits of all tokens, torch.log_softmax, gather, entropy from p log p.
 - MegaPPO fused, without entropy, with its value and with its gradient; MegaPPO recomputing (four products).
 
-Time is the best of `--repeats` interleaved runs. Memory is the peak of resident memory during a run (VmHWM of
-/proc/self/status, reset before each run by writing 5 to /proc/self/clear_refs; Linux only) minus resident memory
-before it and minus the size of the two gradients.
+Time is the best of `--repeats` interleaved runs; processor time (all threads) is steadier on a busy machine.
+Memory is the peak of resident memory during a run (VmHWM of
+/proc/self/status, reset before each run by writing 5 to /proc/self/clear_refs; Linux only) minus resident
+memory before it and minus the size of the two gradients.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ class Problem:
         self.weight = (torch.randn(vocab, hidden) * hidden**-0.5).requires_grad_()
         self.targets = torch.randint(vocab, (tokens,))
         self.advantages = torch.randn(tokens)
-        self.old = token_logprobs(self.hidden.detach(), self.weight.detach(), self.targets, vocab_size=vocab)[
-            0
-        ]
+        self.old = token_logprobs(self.hidden.detach(), self.weight.detach(), self.targets, vocab_size=vocab)[0]
         self.old += 0.2 * torch.randn(tokens)
 
     def loss(self, coefficient: float) -> Callable:
@@ -85,9 +84,7 @@ class Problem:
         return self.backward(loss)
 
     def recomputing(self) -> torch.Tensor:
-        columns = token_logprobs(
-            self.hidden, self.weight, self.targets, vocab_size=self.vocab, want_entropy=True
-        )
+        columns = token_logprobs(self.hidden, self.weight, self.targets, vocab_size=self.vocab, want_entropy=True)
         return self.backward(self.loss(0.01)(*columns, 0, len(self.targets)))
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
@@ -95,8 +92,8 @@ class Problem:
         return loss.detach()
 
 
-def measure(problem: Problem, run: Callable) -> tuple[float, float, torch.Tensor | None]:
-    """(seconds, MB beyond the two gradients, gradient of the weight)."""
+def measure(problem: Problem, run: Callable) -> tuple[float, float, float, torch.Tensor | None]:
+    """(seconds, processor seconds, MB beyond the two gradients, gradient of the weight)."""
     problem.hidden.grad = problem.weight.grad = None
     gc.collect()
     if run == problem.bare:
@@ -104,19 +101,17 @@ def measure(problem: Problem, run: Callable) -> tuple[float, float, torch.Tensor
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
     before = resident("VmRSS")
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     run()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resident("VmHWM") - before
     problem.release_bare()
     gradients = 4 * (problem.hidden.numel() + problem.weight.numel())
-    return seconds, (peak - gradients) / 1e6, problem.weight.grad
+    return seconds, cpu, (peak - gradients) / 1e6, problem.weight.grad
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("tokens", 8192), ("vocab", 32768), ("hidden", 1024), ("repeats", 2), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
@@ -131,24 +126,28 @@ def main() -> None:
         "MegaPPO recomputing, entropy gradient": problem.recomputing,
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
     memory: dict[str, float] = dict.fromkeys(runs, 0.0)
     golden, error = None, {}
     for _ in range(args.repeats):
         for name, run in runs.items():
-            s, mb, grad = measure(problem, run)
+            s, c, mb, grad = measure(problem, run)
             seconds[name].append(s)
+            cpu[name].append(c)
             memory[name] = max(memory[name], mb)
             if name == "log_softmax":
                 golden = grad
             elif "gradient" in name:
                 error[name] = ((grad - golden).norm() / golden.norm()).item()
-    bare = min(seconds["bare products"])
+    bare, bare_cpu = min(seconds["bare products"]), min(cpu["bare products"])
     print(f"{args.tokens} tokens x {args.vocab} vocabulary x {args.hidden} hidden, {args.threads} threads")
-    print("| what | s | / bare | extra MB | d weight vs log_softmax |\n|---|---|---|---|---|")
+    print("| what | s | / bare | processor / bare | extra MB | d weight vs log_softmax |")
+    print("|---|---|---|---|---|---|")
     for name in runs:
         extra = "-" if name == "bare products" else f"{memory[name]:.0f}"
         wrong = f"{error[name]:.1e}" if name in error else "-"
-        print(f"| {name} | {min(seconds[name]):.2f} | {min(seconds[name]) / bare:.3f} | {extra} | {wrong} |")
+        s, c = min(seconds[name]), min(cpu[name])
+        print(f"| {name} | {s:.2f} | {s / bare:.3f} | {c / bare_cpu:.3f} | {extra} | {wrong} |")
 
 
 if __name__ == "__main__":

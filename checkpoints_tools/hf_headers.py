@@ -47,9 +47,7 @@ def describe(path: Path) -> str:
     ]
     elements = sum(math.prod(t.shape) for t in tensors)
     total = sum(t.nbytes for t in tensors)
-    return "\n".join(
-        [*lines, f"{len(tensors)} tensors, {elements:,} elements, {total:,} bytes ({_human(total)})"]
-    )
+    return "\n".join([*lines, f"{len(tensors)} tensors, {elements:,} elements, {total:,} bytes ({_human(total)})"])
 
 
 def read_tensors(path: Path) -> list[TensorInfo]:
@@ -115,14 +113,10 @@ def _read_header(file: Path) -> list[TensorInfo]:
     end = 0
     for start, stop, tensor in spans:
         if start != end:
-            raise UserError(
-                f"{file}: damaged safetensors header ({tensor.name} does not follow its predecessor)"
-            )
+            raise UserError(f"{file}: damaged safetensors header ({tensor.name} does not follow its predecessor)")
         end = stop
     if 8 + length + end != size:
-        raise UserError(
-            f"{file}: {size} bytes, but its header asks for {8 + length + end}: truncated or damaged"
-        )
+        raise UserError(f"{file}: {size} bytes, but its header asks for {8 + length + end}: truncated or damaged")
     return [tensor for _, _, tensor in spans]
 
 

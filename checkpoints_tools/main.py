@@ -10,12 +10,16 @@ import typer
 
 from megappo.observe.failures import run_app
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(
+    help="Look at model folders.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
 
 
 @app.callback(invoke_without_command=True)
 def _top(context: typer.Context) -> None:
-    """Look at model folders."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -17,9 +17,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as actor.optim.lr=1e-6."),
 ]
-Kind = Annotated[
-    Literal["train", "sft"], typer.Option("--kind", help="The command that the file is meant for.")
-]
+Kind = Annotated[Literal["train", "sft"], typer.Option("--kind", help="The command that the file is meant for.")]
 
 
 @app.command()
@@ -57,9 +55,7 @@ def check(
 
 @app.command()
 def keys(
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print docs/configuration.md instead.")
-    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md instead.")] = False,
 ) -> None:
     """List every key with its type, default and meaning."""
     from megappo.config import keys as listing
@@ -70,20 +66,16 @@ def keys(
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(listing.rich_table())
+    console.print(listing.rich_table(console.width))
 
 
 @app.command("import-verl")
 def import_verl_command(
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...", help="verl YAML or launch script, and verl settings."
-        ),
+        typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="verl YAML or launch script, and verl settings."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write; default: print.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; default: print.")] = None,
     verl_defaults: Annotated[
         bool, typer.Option("--verl-defaults", help="Write verl's defaults where MegaPPO's differ.")
     ] = False,
@@ -94,9 +86,7 @@ def import_verl_command(
     words = list(settings or [])
     file = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     if file is None and not words:
-        raise UserError(
-            "nothing to translate; give a verl YAML file, a launch script or settings such as a.b=c"
-        )
+        raise UserError("nothing to translate; give a verl YAML file, a launch script or settings such as a.b=c")
     result = import_verl(file, words, verl_defaults=verl_defaults)
     for line in result.warnings:
         typer.echo(f"warning: {line}", err=True)

@@ -14,9 +14,7 @@ from typing import Any
 
 from megappo_cli.launcher import usable_cores
 
-MEGATRON = (
-    "0.16.1"  # the version that setup.py pins and that megappo/parallel/cpu_patches.py is checked against
-)
+MEGATRON = "0.16.1"  # the version that setup.py pins and that megappo/parallel/cpu_patches.py is checked against
 
 #: distribution -> module, for what training cannot do without, torch and megatron-core aside
 REQUIRED = {
@@ -137,8 +135,11 @@ def _import(module: str) -> tuple[Any, str | None]:
             warnings.simplefilter("ignore")
             return importlib.import_module(module), None
     except Exception as err:
-        first = str(err).strip().splitlines() or [""]
-        return None, f"{type(err).__name__}: {first[0]}"
+        return None, _first_line(err)
+
+
+def _first_line(err: Exception) -> str:
+    return f"{type(err).__name__}: {str(err).strip()}".splitlines()[0]
 
 
 def _torch() -> tuple[Any, Finding]:
@@ -146,9 +147,7 @@ def _torch() -> tuple[Any, Finding]:
     torch, broken = _import("torch") if version else (None, "missing")
     if torch is not None:
         version = torch.__version__
-    return torch, Finding(
-        "torch", version, True, broken, install="pip install 'torch>=2.6'" if broken else None
-    )
+    return torch, Finding("torch", version, True, broken, install="pip install 'torch>=2.6'" if broken else None)
 
 
 def _cuda_devices(torch: Any) -> list[str]:
@@ -198,7 +197,12 @@ def _megatron(has_torch: bool, cuda: bool, engine: Finding) -> Finding:
         return Finding("megatron-core", version, True, problem, install=pin)
     if not has_torch or engine.problem:
         return Finding("megatron-core", version, True)  # the finding above says why it cannot be imported
-    _, broken = _import("megatron.core")
+    backend, broken = _import("megappo.parallel.backend")
+    if not broken:
+        try:
+            backend.install()  # the door through which training imports it
+        except Exception as err:
+            broken = _first_line(err)
     return Finding("megatron-core", version, True, f"does not import ({broken})" if broken else None)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -28,12 +29,21 @@ from typing import Any
 from megappo.observe.failures import ERROR_FILE
 
 _POLL_S = 0.05
-_GRACE_S = (
-    5.0  # from the request to end until the kill; also how long a rank that reported its error may linger
-)
+_GRACE_S = 3.0  # until a rank is killed that was asked to end, or that reported its error but lingers
+_STOP_S = 30.0  # for ranks to finish after SIGTERM; a job scheduler's patience is about as long
 _KEPT_LINES = 200  # of each silent rank's output
 _SHOWN_LINES = 30
 _PR_SET_PDEATHSIG = 1
+_SHOW_CURSOR = "\x1b[?25h"
+#: request to stop -> what the ranks are sent (megappo/trainer/interrupt.py listens to these)
+_REQUESTS = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,  # a job scheduler's early warning
+}
+#: exit codes of a rank that finished early because somebody asked it to (errors.Interrupted)
+_STOPPED = {128 + number for number in _REQUESTS.values()}
 
 
 @dataclass
@@ -56,37 +66,34 @@ class _Rank:
         if self.note is None and self.error_file.exists():
             self.note = json.loads(self.error_file.read_text(encoding="utf-8"))
             self.failed_at = float(self.note["time"])
-        if self.failed_at is None and self.code:
+        if self.failed_at is None and self.code and self.code not in _STOPPED:
             self.failed_at = time.time()
 
     def keep_output(self) -> None:
         """Read a silent rank's output as it comes, so that it never blocks on a full pipe."""
         if self.process.stdout is not None:
-            self.reader = threading.Thread(
-                target=self.output.extend, args=(self.process.stdout,), daemon=True
-            )
+            self.reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
             self.reader.start()
 
     def signal_group(self, number: int) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # the latter: only zombies left (macOS)
+        # PermissionError: only zombies are left (macOS).
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
 def launch_local(argv: Sequence[str], nproc: int, *, command: Sequence[str] | None = None) -> int:
     """Run `megappo ARGV` as `nproc` ranks on this machine and return the exit code.
 
-    The first Ctrl-C is passed to every rank once, which may finish what it is doing; the second ends them.
-    SIGTERM and SIGHUP end them. When a rank fails the others are ended within seconds and its error is shown
-    first.
+    The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 is passed to every rank once, which may finish what it is
+    doing (after SIGTERM within 30 s); a second one ends them. When a rank fails the others are ended within
+    seconds and its error is shown first.
 
     Args:
         command: what to start instead of `python -m megappo_cli`; `argv` follows it.
 
     Returns:
-        0, the exit code of the rank that failed first (128 + n if signal n killed it), 130 after Ctrl-C, or
-        128 + n after a signal n to this process.
+        0, the exit code of the rank that failed first (128 + n if signal n killed it), or 128 + n after a
+        signal n to this process (130 for Ctrl-C).
     """
     prefix = list(command or [sys.executable, "-m", "megappo_cli"])
     with tempfile.TemporaryDirectory(prefix="megappo-") as folder, _Signals() as signals:
@@ -102,26 +109,26 @@ def launch_local(argv: Sequence[str], nproc: int, *, command: Sequence[str] | No
             # An error from before the end was requested is a cause; one from after it is a consequence.
             ended_at = time.time()
             _end(ranks)
+            if sys.stdout.isatty():
+                print(_SHOW_CURSOR, end="", flush=True)  # a progress bar that was killed has left it hidden
         failed = [r for r in ranks if r.failed_at is not None and r.failed_at <= ended_at]
-        if signals.fatal:
-            return 128 + signals.fatal
-        if signals.interrupts:
-            _report([r for r in failed if r.note])
-            return 130
-        return _report(failed)
+        if signals.received:
+            if any(r.note for r in failed):
+                _report([r for r in failed if r.note])
+            return 128 + signals.received[0]
+        return _report(failed) if failed else max(r.code or 0 for r in ranks)
 
 
 class _Signals:
-    """Counts Ctrl-C and notes a request to end, instead of letting them interrupt the watcher."""
+    """Notes the user's requests to stop, instead of letting them interrupt the watcher."""
 
     def __init__(self) -> None:
-        self.interrupts = 0
-        self.fatal = 0
+        self.received: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in _REQUESTS:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -130,10 +137,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self.interrupts += 1
-        else:
-            self.fatal = number
+        self.received.append(number)
 
 
 def _start(command: list[str], number: int, nproc: int, port: int, folder: Path) -> _Rank:
@@ -181,22 +185,25 @@ def _free_port() -> int:
 
 
 def _watch(ranks: list[_Rank], signals: _Signals) -> None:
-    """Return when all ranks are done, one failed, or the user wants an end."""
-    passed_on = False
+    """Return when all ranks are done, one failed, or they have to be ended."""
+    deadline = math.inf  # set when a request to stop was passed on
+    passed_on = 0  # the signal that the ranks were sent
     while True:
         for rank in ranks:
             rank.look()
-        if signals.fatal or signals.interrupts > 1 or all(r.code is not None for r in ranks):
+        requests = len(signals.received)
+        if requests > 1 or all(r.code is not None for r in ranks) or time.monotonic() > deadline:
             return
-        if signals.interrupts and not passed_on:
-            passed_on = True
-            print("interrupted: finishing; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        if requests and not passed_on:
+            passed_on = _REQUESTS[signal.Signals(signals.received[0])]
+            if passed_on == signal.SIGTERM:
+                deadline = time.monotonic() + _STOP_S
+            print("stopping; once more to stop at once", file=sys.stderr, flush=True)
             for rank in ranks:
                 if rank.code is None:
-                    rank.process.send_signal(signal.SIGINT)
-        # After Ctrl-C a rank that stopped for it is done, and another may still be saving.
-        stopped = (130, -signal.SIGINT) if passed_on else ()
-        if any(r.note or (r.code and r.code not in stopped) for r in ranks):
+                    rank.process.send_signal(passed_on)
+        # A rank that stopped on request is done, and another may still be saving.
+        if any(r.note or (r.code and r.code not in _STOPPED and r.code != -passed_on) for r in ranks):
             # Others may have died at the same moment; look once more so that the earliest can be told.
             time.sleep(_POLL_S)
             for rank in ranks:
@@ -225,8 +232,6 @@ def _end(ranks: list[_Rank]) -> None:
 
 def _report(failed: list[_Rank]) -> int:
     """Print the error of the rank that failed first, then one line for each other; return the exit code."""
-    if not failed:
-        return 0
     # The others notice the loss of a rank that was killed outright before its death shows here: it is first.
     failed = sorted(failed, key=lambda r: (r.note is not None or (r.code or 0) >= 0, r.failed_at))
     first, *others = failed

@@ -12,7 +12,7 @@ import typer
 
 from checkpoints_tools.main import app as checkpoint_app
 from megappo.errors import UserError
-from megappo.observe.failures import launcher_reports, run_app
+from megappo.observe.failures import run_app
 from megappo_cli.config_cmd import app as config_app
 
 app = typer.Typer(
@@ -21,8 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(config_app, name="config", help="Look at, check and translate configurations.")
-app.add_typer(checkpoint_app, name="ckpt", help="Look at model folders (also: megappo-ckpt).")
+app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="ckpt")
 
 Work = Callable[[], int]  # what a command leaves to `run_app`
 ConfigPath = Annotated[Path, typer.Argument(metavar="CFG", help="YAML file of the experiment.")]
@@ -30,14 +30,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as actor.optim.lr=1e-6."),
 ]
-Nproc = Annotated[
-    int, typer.Option(min=1, help="Local processes to start; several nodes are started with torchrun.")
-]
+Nproc = Annotated[int, typer.Option(min=1, help="Local processes to start; several nodes are started with torchrun.")]
 Resume = Annotated[
     bool | None,
-    typer.Option(
-        "--resume/--no-resume", help="Continue from the latest checkpoint (default: trainer.resume)."
-    ),
+    typer.Option("--resume/--no-resume", help="Continue from the latest checkpoint (default: trainer.resume)."),
 ]
 
 
@@ -58,7 +54,7 @@ def _top(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show what is installed, what training will use instead of what is not, and what to install."""
+    """Show what is installed and what training will use."""
     from megappo_cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json))
@@ -66,7 +62,7 @@ def doctor(
 
 @app.command()
 def train(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume: Resume = None) -> Work:
-    """Train a policy with PPO (or GRPO, RLOO, ...: algorithm.adv_estimator)."""
+    """Train a policy with PPO, GRPO, RLOO, ..."""
     overrides = list(overrides or [])
     if resume is not None:
         overrides.append(f"trainer.resume={'auto' if resume else 'never'}")
@@ -75,7 +71,7 @@ def train(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume
 
 @app.command()
 def sft(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1) -> Work:
-    """Fine-tune a model on prompts with given responses (section sft)."""
+    """Fine-tune a model on given responses."""
     return lambda: _start("sft", cfg, overrides or [], nproc)
 
 
@@ -94,10 +90,10 @@ def _start(kind: str, path: Path, overrides: list[str], nproc: int) -> int:
 
     try:
         config = load_config(path, overrides, world_size=world or nproc, kind=kind)
-    except UserError:
+    except UserError as err:
         # Every rank of a node reads the same file and finds the same mistake: one of them says so.
-        if int(os.environ.get("LOCAL_RANK", "0")) > 0 and not launcher_reports():
-            return 2
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            err.said_elsewhere = True
         raise
     if world is None and nproc > 1:
         from megappo_cli.launcher import launch_local

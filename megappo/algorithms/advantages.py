@@ -160,7 +160,7 @@ def group_advantages(
     elif kind == "grpo" and norm_by_std:
         variance = group_sum(centred.square()) / (size - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + GRPO_EPS)[group]
-    return torch.where(size[group] > 1, centred, 0.0).float()
+    return centred.float()
 
 
 def broadcast_to_tokens(per_sequence: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -10,9 +10,7 @@ from megappo.algorithms.segments import segment_mean, trainable_counts, widen, z
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
-def kl_penalty(
-    logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, loss_mask: Tensor | None = None
-) -> Tensor:
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, loss_mask: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(π ‖ π_ref) from tokens drawn from π, `[total]`; l policy, q reference
     log-probs.
 
@@ -25,9 +23,7 @@ def kl_penalty(
     """
     base = kind.removesuffix("+")
     if base not in KL_KINDS:
-        raise ValueError(
-            f"unknown KL kind {kind!r}: use one of {', '.join(KL_KINDS)}, optionally followed by +"
-        )
+        raise ValueError(f"unknown KL kind {kind!r}: use one of {', '.join(KL_KINDS)}, optionally followed by +")
     logprobs = zero_outside(widen(logprobs), loss_mask)
     difference = logprobs - zero_outside(widen(ref_logprobs), loss_mask).detach()
     estimate = _estimate(difference, base)

@@ -29,13 +29,9 @@ class PolicyLossConfig:
         if self.kind not in POLICY_LOSSES:
             raise ValueError(f"unknown policy_loss {self.kind!r}: use one of {', '.join(POLICY_LOSSES)}")
         if self.clip_ratio_low < 0 or self.clip_ratio_high < 0:
-            raise ValueError(
-                f"clip ratios {self.clip_ratio_low}, {self.clip_ratio_high} must not be negative"
-            )
+            raise ValueError(f"clip ratios {self.clip_ratio_low}, {self.clip_ratio_high} must not be negative")
         if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
-            raise ValueError(
-                f"clip_ratio_c is {self.clip_ratio_c}: it must be above 1 (null switches it off)"
-            )
+            raise ValueError(f"clip_ratio_c is {self.clip_ratio_c}: it must be above 1 (null switches it off)")
 
 
 @dataclass(frozen=True)

@@ -74,13 +74,13 @@ class TrainableRuns:
 def trainable_runs(mask: Tensor, cu_seqlens: Tensor) -> TrainableRuns:
     """Find the runs of a bool mask."""
     total = mask.numel()
-    before = torch.zeros(total + 2, dtype=torch.bool, device=mask.device)
-    before[1:-1] = mask
-    after = before[2:].clone()
+    before = torch.zeros(total + 3, dtype=torch.bool, device=mask.device)  # before[t] = mask[t - 1]
+    before[1 : total + 1] = mask
+    after = before[2:].clone()  # after[t] = mask[t + 1], with a spare entry that index −1 may hit
     before[cu_seqlens] = False
     after[cu_seqlens[1:] - 1] = False
     first = (mask & ~before[:total]).nonzero().squeeze(1)
-    last = (mask & ~after).nonzero().squeeze(1)
+    last = (mask & ~after[:total]).nonzero().squeeze(1)
     sequence = torch.searchsorted(cu_seqlens, first, right=True) - 1
     return TrainableRuns(first, last, sequence, sequence[1:] == sequence[:-1])
 

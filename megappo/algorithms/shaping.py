@@ -25,24 +25,20 @@ def token_rewards(
     if credit == "exponential" and not 0 < decay <= 1:
         raise ValueError(f"reward_shaping.decay is {decay}: it must be in (0, 1]")
     spans, total = trainable_spans(loss_mask, cu_seqlens), loss_mask.numel()
-    owned = spans.count > 0
     if credit == "last":
+        owned = spans.count > 0
         rewards = torch.zeros(total, dtype=torch.float32, device=loss_mask.device)
         rewards[spans.last[owned]] = scores[owned].float()
         return rewards
-    scores, count = torch.where(owned, scores.double(), 0.0), spans.count.clamp(min=1)
+    scores, count = scores.double(), spans.count.clamp(min=1)
     if credit == "uniform" or decay == 1:
         return zero_outside(expand(scores / count, cu_seqlens, total), loss_mask).float()
-    share = (
-        scores * (1 - decay) / -torch.expm1(count * math.log(decay))
-    )  # Σ_k decay^k = (1 − decay^n)/(1 − decay)
+    shares = -torch.expm1(count * math.log(decay)) / (1 - decay)  # Σ decay^k = (1 − decay^n) / (1 − decay)
     following = expand(spans.end_rank, cu_seqlens, total) - spans.rank
-    return zero_outside(expand(share, cu_seqlens, total) * decay ** following.double(), loss_mask).float()
+    return zero_outside(expand(scores / shares, cu_seqlens, total) * decay ** following.double(), loss_mask).float()
 
 
-def overlong_penalty(
-    response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0
-) -> Tensor:
+def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
     """DAPO's soft length penalty (arXiv:2503.14476): 0 up to max − buffer, then linear to −factor at max and
     beyond at the same slope.
 
@@ -50,9 +46,7 @@ def overlong_penalty(
     Raises ValueError unless 0 < buffer_length ≤ max_length.
     """
     if not 0 < buffer_length <= max_length:
-        raise ValueError(
-            f"overlong.buffer_len is {buffer_length}: it must be in (0, max length {max_length}]"
-        )
+        raise ValueError(f"overlong.buffer_len is {buffer_length}: it must be in (0, max length {max_length}]")
     excess = response_lengths.double() - (max_length - buffer_length)
     return (-excess / buffer_length * factor).clamp(max=0.0).float()
 

@@ -34,9 +34,7 @@ def value_loss(
     if cliprange_value is None:
         return ValueLoss(0.5 * free, torch.zeros_like(free, dtype=torch.bool))
     if cliprange_value < 0:
-        raise ValueError(
-            f"cliprange_value is {cliprange_value}: it must not be negative (null switches it off)"
-        )
+        raise ValueError(f"cliprange_value is {cliprange_value}: it must not be negative (null switches it off)")
     old = zero_outside(widen(old_values), loss_mask).detach()
     bounded = (values.clamp(old - cliprange_value, old + cliprange_value) - returns).square()
     return ValueLoss(0.5 * torch.maximum(free, bounded), bounded.detach() > free.detach())

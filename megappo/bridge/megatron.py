@@ -64,13 +64,9 @@ def check_model(weights: MegatronWeights, chunks: list[torch.nn.Module], rank: i
     Raises:
         RuntimeError: an unmapped or unknown parameter, or a shape that differs.
     """
-    expected = {
-        (chunk, rule.local): local_shape(rule, weights.layout.tp) for chunk, rule in weights.rules(rank)
-    }
+    expected = {(chunk, rule.local): local_shape(rule, weights.layout.tp) for chunk, rule in weights.rules(rank)}
     actual = {
-        (i, name): tuple(param.shape)
-        for i, chunk in enumerate(chunks)
-        for name, param in chunk.named_parameters()
+        (i, name): tuple(param.shape) for i, chunk in enumerate(chunks) for name, param in chunk.named_parameters()
     }
     if expected != actual:
         differing = sorted(k for k in expected.keys() | actual.keys() if expected.get(k) != actual.get(k))

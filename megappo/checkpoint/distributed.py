@@ -19,9 +19,7 @@ def _sharded_state(engine: ModelEngine, *, loading: bool) -> dict:
     metadata = {**_METADATA, "dp_cp_group": engine.context.dp_cp_group}
     chunks = engine.chunks
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-    state = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
-    }
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if engine.optimizer is not None:
         model_state = dict(state) if len(chunks) > 1 else state["model"]
         state["optimizer"] = engine.optimizer.inner.sharded_state_dict(

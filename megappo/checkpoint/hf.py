@@ -134,9 +134,7 @@ def write_hf(
 def _copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, chat template, generation settings, licence: everything small that is not weights."""
     for file in sorted(source.iterdir()):
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(
-            ".index.json"
-        )
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name != "config.json":
             shutil.copy2(file, target / file.name)
 

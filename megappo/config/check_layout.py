@@ -23,9 +23,7 @@ def check_layout(
             parallel.pipeline_model_parallel_size,
             parallel.context_parallel_size,
         )
-        text = (
-            f"tensor x pipeline x context = {tp} x {pp} x {cp} = {size} ranks do not divide the {world_size}"
-        )
+        text = f"tensor x pipeline x context = {tp} x {pp} x {cp} = {size} ranks do not divide the {world_size}"
         yield Problem(f"{prefix}.tensor_model_parallel_size", f"{text} of this run; change one of them", tp)
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         text = "has no effect at tensor_model_parallel_size 1: ignored"

@@ -19,9 +19,7 @@ from megappo.config.schema.parallel import ParallelConfig
 _DATA_SUFFIXES = (".parquet", ".jsonl")
 
 
-def check_config(
-    config: ExperimentConfig, *, kind: str = "train", world_size: int | None = None
-) -> list[Problem]:
+def check_config(config: ExperimentConfig, *, kind: str = "train", world_size: int | None = None) -> list[Problem]:
     """All problems and notes of a *resolved* configuration; world_size (ranks) None: not checked."""
     check = _check_sft if kind == "sft" else _check_train
     return [*_check_output(config, kind), *check(config, world_size)]
@@ -82,12 +80,12 @@ def _check_models(config: ExperimentConfig, facts: dict[str, ModelFacts | None])
 
 def _check_tokenizer(config: ExperimentConfig) -> Iterator[Problem]:
     path = config.model.tokenizer_path or config.model.path
-    if path != config.model.path or Path(path).is_dir():  # a missing model folder is said once
+    if path != config.model.path or os.path.isdir(path):  # a missing model folder is said once
         wrong = tokenizer_problem(path)
         if wrong:
             yield Problem("model.tokenizer_path", wrong, path)
     file = config.model.chat_template_file
-    if file and not Path(file).is_file():
+    if file and not os.path.isfile(file):
         yield Problem("model.chat_template", "no such file; give a file or the template itself", file)
 
 
@@ -95,13 +93,13 @@ def _check_data_files(key: str, files: list[str]) -> Iterator[Problem]:
     for i, file in enumerate(files):
         if Path(file).suffix not in _DATA_SUFFIXES:
             yield Problem(f"{key}.{i}", "unknown format; convert it to .parquet or .jsonl", file)
-        elif not Path(file).is_file():
+        elif not os.path.isfile(file):
             yield Problem(f"{key}.{i}", "no such file; check the path or prepare the data first", file)
 
 
 def _check_train_data(config: ExperimentConfig) -> Iterator[Problem]:
     data = config.data
-    if not data.train_files and config.rollout.engine != "recorded":
+    if not data.train_files:
         yield Problem("data.train_files", "no training prompts; list at least one file", data.train_files)
     yield from _check_data_files("data.train_files", data.train_files)
     yield from _check_data_files("data.val_files", data.val_files)
@@ -127,9 +125,9 @@ def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
 def _not_writable(folder: str) -> str | None:
     """Why the folder cannot be written to or made, or None."""
     path = Path(folder)
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return f"{path} is a file; choose another folder"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"no permission to write in {path}; choose another folder"
@@ -140,20 +138,18 @@ def _not_writable(folder: str) -> str | None:
 
 
 def _check_rewards(config: ExperimentConfig) -> Iterator[Problem]:
-    if not config.rewards and config.rollout.engine != "recorded":
+    if not config.rewards:
         yield Problem("rewards", "no reward function; add one, e.g. `- type: gsm8k`", [])
     for i, reward in enumerate(config.rewards):
         key = f"rewards.{i}.path"
         if reward.type != "function" and reward.path is not None:
-            yield Problem(
-                key, f"type {reward.type} takes no path; use type: function or remove it", reward.path
-            )
+            yield Problem(key, f"type {reward.type} takes no path; use type: function or remove it", reward.path)
         if reward.type == "function":
             target, _, name = (reward.path or "").rpartition(":")
             if not target or not name.isidentifier():
                 text = "needs `package.module:function` or `path/to/file.py:function`"
                 yield Problem(key, text, reward.path)
-            elif target.endswith(".py") and not Path(target).is_file():
+            elif target.endswith(".py") and not os.path.isfile(target):
                 yield Problem(key, "no such file; check the path", reward.path)
     if config.rewards and all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards.0.weight", "all weights are 0, nothing is learnt; give one a weight", 0.0)
@@ -164,12 +160,10 @@ def _check_rollout(config: ExperimentConfig) -> Iterator[Problem]:
     if rollout.engine == "recorded":
         if rollout.replay_dir is None:
             yield Problem("rollout.replay_dir", "is required for engine recorded; give the folder", None)
-        elif not Path(rollout.replay_dir).is_dir():
+        elif not os.path.isdir(rollout.replay_dir):
             yield Problem("rollout.replay_dir", "no such folder; record rollouts first", rollout.replay_dir)
     elif rollout.replay_dir is not None:
-        yield Problem(
-            "rollout.replay_dir", "is read by engine recorded only; set rollout.engine", rollout.replay_dir
-        )
+        yield Problem("rollout.replay_dir", "is read by engine recorded only; set rollout.engine", rollout.replay_dir)
     if rollout.temperature == 0:
         text = "greedy sampling cannot train; use a temperature > 0 (rollout.val.temperature may be 0)"
         yield Problem("rollout.temperature", text, rollout.temperature)
@@ -190,15 +184,11 @@ def _check_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
         text = f"adv_estimator {alg.adv_estimator} has no critic; set it to 0"
         yield Problem("trainer.critic_warmup", text, trainer.critic_warmup)
     elif trainer.total_iterations is not None and trainer.critic_warmup >= trainer.total_iterations:
-        text = (
-            f"must be less than trainer.total_iterations ({trainer.total_iterations}), or no actor is trained"
-        )
+        text = f"must be less than trainer.total_iterations ({trainer.total_iterations}), or no actor is trained"
         yield Problem("trainer.critic_warmup", text, trainer.critic_warmup)
     ctrl = alg.kl_ctrl
     if alg.use_kl_in_reward and ctrl.type != "fixed" and ctrl.kl_coef == 0:
-        yield Problem(
-            "algorithm.kl_ctrl.kl_coef", f"type {ctrl.type} scales it, so it stays 0; start above 0", 0.0
-        )
+        yield Problem("algorithm.kl_ctrl.kl_coef", f"type {ctrl.type} scales it, so it stays 0; start above 0", 0.0)
     if not config.needs_critic:
         for key, used in (
             ("adaptive_lam_alpha", alg.adaptive_lam_alpha is not None),
@@ -285,9 +275,7 @@ def _check_batches(config: ExperimentConfig, world_size: int | None) -> Iterator
         yield from _check_share(key, mini, n, layouts[role], world_size)
 
 
-def _check_share(
-    key: str, batch: int, n: int, parallel: ParallelConfig, world_size: int | None
-) -> Iterator[Problem]:
+def _check_share(key: str, batch: int, n: int, parallel: ParallelConfig, world_size: int | None) -> Iterator[Problem]:
     """Does a batch of `batch` prompts (n samples each) give every data-parallel rank its share?"""
     if world_size is None or world_size % parallel.model_parallel_size:
         return

@@ -136,7 +136,8 @@ def _learning_rate(work: _Work) -> None:
 
 def _micro_batches(work: _Work) -> None:
     """Deprecated sizes that count samples over all GPUs; and separate dynamic batching for log-probs."""
-    gpus = work.verl.get("trainer.n_gpus_per_node", 0) * work.verl.get("trainer.nnodes", 1)
+    counts = (work.verl.get("trainer.n_gpus_per_node"), work.verl.get("trainer.nnodes", 1))
+    gpus = counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else 0
     for prefix, name in (
         (_ACTOR, "ppo_micro_batch_size"),
         ("critic", "ppo_micro_batch_size"),
@@ -147,11 +148,9 @@ def _micro_batches(work: _Work) -> None:
         value = work.verl.pop(key, None)
         if value is None or f"{key}_per_gpu" in work.verl:
             continue
-        if isinstance(value, int) and isinstance(gpus, int) and gpus > 0:
+        if isinstance(value, int) and gpus > 0:
             work.verl[f"{key}_per_gpu"] = max(1, value // gpus)
-            work.warn(
-                key, value, f"counts samples over all {gpus} GPUs: read as {max(1, value // gpus)} per GPU"
-            )
+            work.warn(key, value, f"counts samples over all {gpus} GPUs: read as {max(1, value // gpus)} per GPU")
         else:
             work.warn(key, value, f"dropped: it counts samples over all GPUs; set {name}_per_gpu")
     dynamic = work.verl.get(f"{_ACTOR}.use_dynamic_bsz", False)
@@ -179,9 +178,7 @@ def _greedy(work: _Work) -> None:
     if temperature is not None:
         work.out["rollout.val.temperature"] = temperature
     if work.verl.pop(f"{_ROLLOUT}.do_sample", True) is False:
-        work.warn(
-            f"{_ROLLOUT}.do_sample", False, "dropped: training needs sampling; rollout.temperature holds"
-        )
+        work.warn(f"{_ROLLOUT}.do_sample", False, "dropped: training needs sampling; rollout.temperature holds")
 
 
 def _correction(work: _Work) -> None:
@@ -213,9 +210,7 @@ def _rewards(work: _Work) -> None:
         path = work.verl.pop(f"{prefix}.path", None)
         name = work.verl.pop(f"{prefix}.name", None) or "compute_score"
         head = f"{prefix}.reward_kwargs."
-        kwargs = {
-            key.removeprefix(head): work.verl.pop(key) for key in list(work.verl) if key.startswith(head)
-        }
+        kwargs = {key.removeprefix(head): work.verl.pop(key) for key in list(work.verl) if key.startswith(head)}
         if path is not None and "rewards" not in work.out:
             reward: dict[str, Any] = {"type": "function", "path": f"{path}:{name}"}
             work.out["rewards"] = [reward | ({"kwargs": _nest(kwargs)} if kwargs else {})]
@@ -300,25 +295,19 @@ def _finish(work: _Work, verl_defaults: bool) -> None:
         value = str(out.get(key, "/"))
         if value != MODEL_PLACEHOLDER and not value.startswith(("/", "~", ".")) and value.count("/") == 1:
             work.warn(key, value, "looks like a name on a hub; download it and give the local folder")
-    paths = [
+    files = [
         *out.get("data.train_files", []),
         *out.get("data.val_files", []),
-        out["rewards"][0].get("path", "/"),
+        out["rewards"][0].get("path", "~"),
     ]
-    if not all(
-        str(path).startswith(("/", "~")) or (".py:" not in path and "/" not in path) for path in paths
-    ):
-        work.warnings.append(
-            "relative paths count from the YAML file's folder (verl: from the current folder)"
-        )
+    if not all(str(file).startswith(("/", "~")) for file in files):
+        work.warnings.append("relative paths count from the YAML file's folder (verl: from the current folder)")
     if out.get("critic.path") == out["model.path"]:
         del out["critic.path"]  # the default
     top_p, top_k = out.get("rollout.top_p", 1), out.get("rollout.top_k", -1)
     if (isinstance(top_p, (int, float)) and top_p < 1) or (isinstance(top_k, int) and top_k > 0):
         out["rollout.allow_truncated_sampling"] = True
-        work.warnings.append(
-            "rollout.top_p, top_k: truncated sampling biases the ratio; better leave them out"
-        )
+        work.warnings.append("rollout.top_p, top_k: truncated sampling biases the ratio; better leave them out")
     if out.get("algorithm.adv_estimator", "gae") != "gae":
         unused = [key for key in out if key.startswith("critic.")]
         for key in unused:

@@ -88,9 +88,7 @@ def _annotation_text(annotation: Any) -> str:
         return " | ".join(str(arg) for arg in args)
     if origin in (typing.Union, UnionType):
         rest = [arg for arg in args if arg is not NoneType]
-        return " | ".join(_annotation_text(arg) for arg in rest) + (
-            " or null" if len(rest) < len(args) else ""
-        )
+        return " | ".join(_annotation_text(arg) for arg in rest) + (" or null" if len(rest) < len(args) else "")
     if origin is list:
         return f"list of {_annotation_text(args[0])}"
     if origin is tuple:
@@ -122,15 +120,19 @@ def value_text(value: Any) -> str:
 # --- rendering ------------------------------------------------------------------------------------------
 
 
-def rich_table() -> "Table":
-    """All keys as a table for the terminal."""
+def rich_table(width: int) -> "Table":
+    """All keys as a table for a terminal of that many columns; narrow ones do without the types."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(show_lines=False, pad_edge=False, box=None)
-    for title in ("key", "type", "default", "meaning"):
-        table.add_column(title, overflow="fold")
+    columns = ("name", "type", "default", "meaning") if width >= 120 else ("name", "default", "meaning")
+    table = Table(pad_edge=False, box=None)
+    for column in columns:
+        limit = {"type": 24, "default": 16}.get(column)
+        title = "key" if column == "name" else column
+        table.add_column(title, overflow="fold", no_wrap=column == "name", max_width=limit)
     for row in iter_keys():
-        table.add_row(row.name, row.type.replace("[", r"\["), row.default.replace("[", r"\["), row.meaning)
+        table.add_row(*(escape(getattr(row, column)) for column in columns))
     return table
 
 
@@ -205,10 +207,7 @@ def _merge_shared(group: str, rows: list[KeyInfo]) -> list[KeyInfo]:
     by_leaf: dict[str, list[KeyInfo]] = {}
     for row in rows:
         by_leaf.setdefault(row.name.rpartition(".")[2], []).append(row)
-    return [
-        KeyInfo(leaf, same[0].type, _joint_default(same), same[0].meaning, group)
-        for leaf, same in by_leaf.items()
-    ]
+    return [KeyInfo(leaf, same[0].type, _joint_default(same), same[0].meaning, group) for leaf, same in by_leaf.items()]
 
 
 def _joint_default(rows: list[KeyInfo]) -> str:
@@ -219,9 +218,7 @@ def _joint_default(rows: list[KeyInfo]) -> str:
 
 def _table(rows: list[KeyInfo]) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{row.name}` | {_cell(row.type)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in rows
-    ]
+    lines += [f"| `{row.name}` | {_cell(row.type)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -169,9 +169,7 @@ def _set(tree: dict[str, Any], parts: list[str], value: Any) -> list[Problem]:
         dotted = ".".join(parts[: i + 1])
         if isinstance(here, list):
             if not part.isdigit() or int(part) > len(here):
-                return [
-                    Problem(dotted, f"the list has {len(here)} items; use a number from 0 to {len(here)}")
-                ]
+                return [Problem(dotted, f"the list has {len(here)} items; use a number from 0 to {len(here)}")]
             if int(part) == len(here):
                 here.append(None)
             slot: Any = int(part)

@@ -1,6 +1,7 @@
 """What a Hugging Face folder says about its model, read with json alone (no torch, no transformers)."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ class ModelFacts:
 def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
     """(facts, None) for a usable folder, else (None, what is wrong and what to do)."""
     folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "no such folder"
+    if not os.path.isdir(folder):  # os.path, not pathlib: what may not be looked at counts as absent
+        what = "is a file" if os.path.exists(folder) else "no such folder"
         return None, f"{what}; give a local Hugging Face folder (names on a hub are not downloaded)"
     config_file = folder / "config.json"
-    if not config_file.is_file():
+    if not os.path.isfile(config_file):
         return None, "the folder has no config.json; give the folder that `save_pretrained` wrote"
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -54,9 +55,9 @@ def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
 def tokenizer_problem(path: str) -> str | None:
     """What is wrong with a tokenizer folder, or None."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return "no such folder; give a local folder with tokenizer.json"
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not any(os.path.isfile(folder / name) for name in _TOKENIZER_FILES):
         return "the folder has no tokenizer.json; set model.tokenizer_path to a folder that has one"
     return None
 

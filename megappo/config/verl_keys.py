@@ -140,7 +140,7 @@ def _recompute(value: Any) -> str | None:
 def _loggers(value: Any) -> list[str]:
     known = {"console": "console", "tensorboard": "tensorboard", "file": "jsonl"}
     names = _file_list(value)
-    kept = [known[name] for name in names if name in known]
+    kept = [known[name] for name in map(str, names) if name in known]
     return kept or ["console"]
 
 
@@ -159,9 +159,7 @@ _ESTIMATOR = _choice(
 _SCHEDULE = _choice(
     {"constant": "constant", "linear": "linear", "cosine": "cosine"}, "MegaPPO has constant, linear, cosine"
 )
-_LOSS = _choice(
-    {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}, "MegaPPO has ppo (vanilla), gspo, cispo"
-)
+_LOSS = _choice({"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}, "MegaPPO has ppo (vanilla), gspo, cispo")
 _RESUME = _choice({"auto": "auto", "disable": "never"}, "copy the checkpoint into trainer.output_dir instead")
 
 #: verl key -> (MegaPPO key, conversion); a converted value of None means: as MegaPPO's default

@@ -21,9 +21,7 @@ _ARITHMETIC = re.compile(r"\$\[([^\]]*)\]")
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
-def read_verl(
-    path: str | Path | None, overrides: Sequence[str]
-) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+def read_verl(path: str | Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
     """Settings of a verl YAML file or launch script with overrides on top.
 
     Returns (flat, warnings, given): `flat` maps dotted verl keys to values with references replaced and unset
@@ -101,9 +99,7 @@ def _script_overrides(path: Path) -> tuple[list[str], list[str]]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; check the path") from None
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read as a shell script ({error}); give YAML or key=value"
-        ) from None
+        raise UserError(f"{path}: cannot be read as a shell script ({error}); give YAML or key=value") from None
     variables = {"HOME": "~"}
     settings: list[str] = []
     warnings: list[str] = []
@@ -120,9 +116,7 @@ def _script_overrides(path: Path) -> tuple[list[str], list[str]]:
             if not unknown:
                 variables[found[1]] = value
     if not settings:
-        raise UserError(
-            f"{path}: no settings such as data.train_batch_size=256 found; give a verl launch script"
-        )
+        raise UserError(f"{path}: no settings such as data.train_batch_size=256 found; give a verl launch script")
     return settings, warnings
 
 

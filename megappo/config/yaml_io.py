@@ -86,6 +86,4 @@ _Dumper.add_representer(list, _represent_list)
 
 def dump_yaml(tree: Any) -> str:
     """YAML in the order given."""
-    return yaml.dump(
-        tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
-    )
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100)

@@ -44,9 +44,7 @@ def read_rows(files: Sequence[str | Path] | str | Path, required: Sequence[str] 
     return [row.data for row in read_source_rows(files, required)]
 
 
-def read_source_rows(
-    files: Sequence[str | Path] | str | Path, required: Sequence[str] = ()
-) -> list[SourceRow]:
+def read_source_rows(files: Sequence[str | Path] | str | Path, required: Sequence[str] = ()) -> list[SourceRow]:
     """Like `read_rows`, but every row knows its file and its number there."""
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names:
@@ -103,9 +101,7 @@ def _read_json_lines(path: Path, required: Sequence[str]) -> Iterator[SourceRow]
             except UnicodeDecodeError:
                 raise UserError(f"{path}, line {number}: not UTF-8 text: save the file as UTF-8") from None
             except (json.JSONDecodeError, RecursionError) as error:
-                raise UserError(
-                    f"{path}, line {number}: broken JSON ({error}): every line is one object"
-                ) from None
+                raise UserError(f"{path}, line {number}: broken JSON ({error}): every line is one object") from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             for column in required:
@@ -134,9 +130,7 @@ def check_messages(messages: Any, where: str) -> list[dict[str, str]]:
     cleaned = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise UserError(
-                f"{where}: a chat message must be {{role, content}}, got {type(message).__name__}"
-            )
+            raise UserError(f"{where}: a chat message must be {{role, content}}, got {type(message).__name__}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(f"{where}: a chat message has no text under '{key}'")
@@ -189,9 +183,7 @@ class PromptEncoder:
         ids: list[list[int]] = []
         for start in range(0, len(texts), TOKENIZE_CHUNK):
             chunk = list(texts[start : start + TOKENIZE_CHUNK])
-            encoded = self.tokenizer(
-                chunk, add_special_tokens=False, padding=False, truncation=False, verbose=False
-            )
+            encoded = self.tokenizer(chunk, add_special_tokens=False, padding=False, truncation=False, verbose=False)
             ids.extend([int(token) for token in sample] for sample in encoded["input_ids"])
         return ids
 

@@ -63,9 +63,7 @@ class Schedule:
         return len(self.micro_batches[mini][0])
 
 
-def mini_batches(
-    n: int, mini_batch_size: int, seed: int | Sequence[int], shuffle: bool = True
-) -> list[np.ndarray]:
+def mini_batches(n: int, mini_batch_size: int, seed: int | Sequence[int], shuffle: bool = True) -> list[np.ndarray]:
     """Split samples 0..n-1 into mini-batches of `mini_batch_size` (the last may be smaller).
 
     Depends on the arguments only, never on a layout. `seed` may be a tuple such as (seed, iteration, epoch),

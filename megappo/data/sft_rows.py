@@ -92,8 +92,7 @@ class SftDataset(Sequence[SftRow]):
         self.report = SftReport(len(sources), len(self._rows), truncated, dropped, longest, max_length)
         if not self._rows:
             raise UserError(
-                f"{sources[0].file}: no example is left: every prompt fills max_length={max_length} tokens: "
-                "raise it"
+                f"{sources[0].file}: no example is left: every prompt fills max_length={max_length} tokens: raise it"
             )
 
     def __len__(self) -> int:
@@ -108,15 +107,12 @@ class SftDataset(Sequence[SftRow]):
         if row.get(response_key) is None and row.get(MESSAGES_KEY) is not None:
             messages = check_messages(row[MESSAGES_KEY], where)
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise UserError(
-                    f"{where}: '{MESSAGES_KEY}' must end with an assistant turn after a user turn"
-                )
+                raise UserError(f"{where}: '{MESSAGES_KEY}' must end with an assistant turn after a user turn")
             return self._chat_texts(messages[:-1], messages[-1], where)
         for column in (prompt_key, response_key):
             if row.get(column) is None:
                 raise UserError(
-                    f"{where}: no column '{column}': rows need '{prompt_key}' and '{response_key}', "
-                    f"or '{MESSAGES_KEY}'"
+                    f"{where}: no column '{column}': rows need '{prompt_key}' and '{response_key}', or '{MESSAGES_KEY}'"
                 )
         prompt, response = row[prompt_key], row[response_key]
         if not isinstance(response, str):

@@ -6,12 +6,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megappo.models.gpt import CriticModel, PolicyModel
 from megappo.models.layers import PackedAttention, PackedRotary, RMSNorm
@@ -19,6 +13,14 @@ from megappo.models.spec import ModelSpec, rotary_frequencies
 from megappo.parallel import backend
 from megappo.parallel.groups import ParallelContext
 from megappo.parallel.layout import ParallelLayout
+
+# isort: split
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 Recompute = Literal["selective", "full"] | None
 

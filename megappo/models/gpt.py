@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from megappo.parallel import backend
+
+backend.install()  # before the first import of megatron-core
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 
 class PolicyModel(GPTModel):

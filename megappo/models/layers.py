@@ -6,7 +6,6 @@ They enter through megatron-core's own extension point (`ModuleSpec`), on CPU an
 * `PackedAttention`: megatron's torch attention refuses packed sequences; this one attends inside each sequence of
   a packed row, in a few padded groups of similar length so that many short sequences cost few kernel calls.
 * `PackedRotary`: positions restart with every packed sequence.
-* `LanguageModelHead`, `ValueHead`: see `models/heads.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from megappo.parallel import backend
+
+backend.install()  # before the first import of megatron-core
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 # A group may hold at most this many times its real tokens; more would waste quadratic attention work.
 _MAX_PADDING = 1.3

@@ -1,7 +1,7 @@
 """How a command ends: one-line errors, exit codes, and a note for whoever launched this rank.
 
 Exit codes: 0 done, 1 unexpected error (with its traceback), 2 a mistake in what the user supplied,
-130 interrupted.
+128 + n stopped on request by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megappo.errors import UserError
+from megappo.errors import Interrupted, UserError
 
 #: set by `megappo_cli.launcher` for each rank: the rank writes its error there and the launcher prints it
 ERROR_FILE = "MEGAPPO_ERROR_FILE"
 #: set by torchrun for each rank: torchrun shows the earliest error as the root cause
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-
-def launcher_reports() -> bool:
-    """True in a rank of `launch_local`, which prints each distinct error once; torchrun does not."""
-    return bool(os.environ.get(ERROR_FILE))
 
 
 def rank() -> int:
@@ -48,12 +43,19 @@ def run_app(app: Callable[..., Any], argv: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except KeyboardInterrupt:
         return 130
+    except Interrupted as err:
+        if rank() == 0:
+            print(err, file=sys.stderr, flush=True)
+        return err.code
     except UserError as err:
         _report(err, user_lines(err), exit_code=2)
         return 2
     except Exception as err:
         if type(err).__name__ == "Abort":  # typer's word for Ctrl-D at a prompt
             return 130
+        if type(err).__name__ == "NoArgsIsHelpError":
+            print(err)
+            return 0
         if hasattr(err, "format_message"):  # typer's usage errors; their class moved between typer's versions
             print(f"error: {err.format_message()} (see --help)", file=sys.stderr)
             return getattr(err, "exit_code", 2)
@@ -68,7 +70,11 @@ def user_lines(err: UserError) -> list[str]:
 
 
 def _report(err: Exception, lines: list[str], exit_code: int) -> bool:
-    """Tell the launcher (True if it took the note); without one, print a user's mistake."""
+    """Tell the launcher; True if it will show the error. If not, print a user's mistake.
+
+    A UserError with a true attribute `said_elsewhere` is not printed: another rank prints the same one.
+    torchrun is told all the same, for it may end that other rank before it could speak.
+    """
     note = {
         "message": {
             "message": f"{type(err).__name__}: {err}",
@@ -82,7 +88,7 @@ def _report(err: Exception, lines: list[str], exit_code: int) -> bool:
     _write(TORCHRUN_ERROR_FILE, note)
     if _write(ERROR_FILE, note):
         return True
-    if isinstance(err, UserError):
+    if isinstance(err, UserError) and not getattr(err, "said_elsewhere", False):
         prefix = f"[rank {rank()}] " if rank() else ""
         print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
     return False

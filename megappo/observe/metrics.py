@@ -84,9 +84,7 @@ class MetricAccumulator:
         self.add_max(f"{prefix}/max", values)
         self.add_min(f"{prefix}/min", values)
 
-    def reduce(
-        self, group: ProcessGroup | None = None, *, distributed: bool | None = None
-    ) -> dict[str, float]:
+    def reduce(self, group: ProcessGroup | None = None, *, distributed: bool | None = None) -> dict[str, float]:
         """Global values by name, the same on every rank of `group`; what nobody contributed to is left out.
 
         Collective over `group` (default: all ranks) unless torch.distributed is not in use or `distributed`
@@ -132,9 +130,7 @@ class MetricAccumulator:
             self._highs[name] = before
         else:  # torch.maximum and Tensor.max keep NaN
             high = values.max()
-            self._highs[name] = torch.maximum(
-                high, torch.as_tensor(before, dtype=high.dtype, device=high.device)
-            )
+            self._highs[name] = torch.maximum(high, torch.as_tensor(before, dtype=high.dtype, device=high.device))
 
     def _reduce_max(self, peak: Tensor, names: list[str], group: ProcessGroup | None) -> Tensor:
         """MAX over ranks that keeps NaN; the same collective checks that all ranks named the same metrics.
@@ -198,9 +194,7 @@ def _pack(values: list[Number], device: torch.device) -> Tensor:
         where = value.device if isinstance(value, Tensor) else torch.device("cpu")
         by_device.setdefault(where, []).append(i)
     for where, indices in by_device.items():
-        part = torch.stack(
-            [torch.as_tensor(values[i], dtype=torch.float64, device=where).reshape(()) for i in indices]
-        )
+        part = torch.stack([torch.as_tensor(values[i], dtype=torch.float64, device=where).reshape(()) for i in indices])
         out[torch.tensor(indices, device=device)] = part.to(device)
     return out
 

@@ -77,6 +77,9 @@ def install() -> None:
         return
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise UserError(f"megatron-core is not installed: pip install megatron-core=={TESTED_MEGATRON}")
+    if importlib.util.find_spec("psutil") is None:
+        # megatron-core's checkpoint workers need it without declaring it, and hang instead of failing.
+        raise UserError("psutil is not installed, without which checkpoints cannot be written: pip install psutil")
     if not has_cuda() and importlib.util.find_spec("transformer_engine") is not None:
         raise UserError(
             "transformer-engine is installed but this machine has no CUDA device, which breaks megatron-core's "

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 512 << 20}  # logits of a chunk: large enough for the matrix products
-BLOCK_BYTES = 1 << 20  # elementwise work goes over rows that stay in a core's cache
+BLOCK_BYTES = 2 << 20  # elementwise work goes over rows that stay in a core's cache
 MIN_CHUNK, UPCAST_ROWS = 64, 4096
 
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -115,6 +115,8 @@ class _Head:
         self.tokens, self.device = len(targets), hidden.device
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         width = torch.finfo(self.dtype).bits // 8 * max(rows, 1)  # of all rows: equal chunks on all ranks
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
         if chunk_size is None:
             chunk_size = max(CHUNK_BYTES.get(self.device.type, CHUNK_BYTES["cuda"]) // width, MIN_CHUNK)
         self.chunk = min(chunk_size, max(self.tokens, 1))
@@ -154,13 +156,17 @@ class _Head:
 
     def reduce(self, z: Tensor, span: slice) -> _Stats:
         """Softmax statistics of a chunk; leaves z - m in z if entropy is wanted, else E."""
-        m = z.amax(-1) if self.columns else z.new_full((len(z),), -torch.inf)
-        self.all_reduce(m, dist.ReduceOp.MAX)
-        sums = z.new_zeros(3 if self.want_entropy else 2, len(z))  # S, z - m of the target, sum E (z - m)
+        m = z.new_full((len(z),), -torch.inf)
+        sums = z.new_zeros(3 if self.want_entropy else 2, len(z))  # S, z of the target, sum E (z - m)
         local, inside = self.local_targets(span)
         if self.columns:
-            sums[1] = torch.where(inside, z.gather(1, local[:, None]).squeeze(1) - m, 0.0)
+            sums[1] = torch.where(inside, z.gather(1, local[:, None]).squeeze(1), 0.0)
+        if self.columns and self.group is not None:
+            torch.amax(z, -1, out=m)
+        self.all_reduce(m, dist.ReduceOp.MAX)
         for rows in self.blocks(len(z)):
+            if self.group is None:
+                m[rows] = z[rows].amax(-1)
             block = z[rows].sub_(m[rows, None])
             if not self.want_entropy:
                 sums[0, rows] = block.exp_().sum(-1)
@@ -170,7 +176,7 @@ class _Head:
             sums[2, rows] = e.mul_(block).sum(-1)
         self.all_reduce(sums, dist.ReduceOp.SUM)
         log_s = sums[0].log()
-        return _Stats(sums[1] - log_s, m, log_s, log_s - sums[2] / sums[0] if self.want_entropy else None)
+        return _Stats(sums[1] - m - log_s, m, log_s, log_s - sums[2] / sums[0] if self.want_entropy else None)
 
     def local_targets(self, span: slice) -> tuple[Tensor, Tensor]:
         """Column of each target on this rank (0 where another rank has it), and whether it is here."""
@@ -202,8 +208,10 @@ class _Head:
         local, inside = self.local_targets(span)
         if self.columns:
             z.scatter_add_(1, local[:, None], torch.where(inside, at_target, 0.0)[:, None])
-        if z.is_cuda or idle.any():  # may hold NaN; on a GPU asking costs more than filling
+        if z.is_cuda:  # idle rows may hold NaN; on a GPU asking which costs more than filling
             z.masked_fill_(idle[:, None], 0.0)
+        else:
+            z.index_fill_(0, idle.nonzero().squeeze(1), 0.0)
         return (factor * self.inverse_temperature).masked_fill_(idle, 0.0)
 
 
@@ -313,6 +321,7 @@ class _FusedTokenLoss(torch.autograd.Function):
                 grads.add(z, factor, hidden[span], span)
         head.free()
         ctx.grads = grads
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([logprobs] if entropy is None else [logprobs, entropy]))
         return loss, logprobs, entropy
 
@@ -356,9 +365,7 @@ def _upcast(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
         yield rows, weight[rows].to(dtype)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, padded: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, temperature: float, padded: int) -> None:
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"expected hidden [T, H], weight [V, H], targets [T], got {shapes}")
@@ -368,9 +375,5 @@ def _check(
         raise ValueError(f"vocab_size {vocab_size} is not in 1..{padded}, the rows of all ranks' weights")
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    if (
-        targets.device.type == "cpu"
-        and len(targets)
-        and not (0 <= targets.min() <= targets.max() < vocab_size)
-    ):
+    if targets.device.type == "cpu" and len(targets) and not (0 <= targets.min() <= targets.max() < vocab_size):
         raise ValueError(f"targets must be in 0..{vocab_size - 1}, got {targets.min()}..{targets.max()}")

@@ -48,9 +48,7 @@ def to_score(value: Any) -> tuple[float, dict[str, float]]:
     extras: dict[str, float] = {}
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise ValueError(
-                f"returned a mapping without 'score' (keys: {', '.join(map(str, value)) or 'none'})"
-            )
+            raise ValueError(f"returned a mapping without 'score' (keys: {', '.join(map(str, value)) or 'none'})")
         for name, extra in value.items():
             if name != "score" and isinstance(extra, int | float) and math.isfinite(extra):
                 extras[str(name)] = float(extra)

@@ -107,9 +107,7 @@ def _build_one(settings: RewardSettings, where: str) -> Gsm8kReward | WorkerRewa
     kwargs = dict(settings.kwargs or {})
     if settings.type == "function":
         if not settings.path:
-            raise UserError(
-                f"{where}.path is missing: type 'function' needs module:function or file.py:function"
-            )
+            raise UserError(f"{where}.path is missing: type 'function' needs module:function or file.py:function")
         _, name = function.split_path(settings.path)
         function.check_kwargs(settings.path, kwargs)
         return WorkerReward(name, "function", path=settings.path, kwargs=kwargs, timeout_s=settings.timeout_s)
@@ -125,8 +123,7 @@ def _build_one(settings: RewardSettings, where: str) -> Gsm8kReward | WorkerRewa
         return Gsm8kReward(**kwargs)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError(
-            f"{where}: type 'reasoning_gym' needs its package: install the extra: "
-            "pip install 'megappo[reasoning]'"
+            f"{where}: type 'reasoning_gym' needs its package: install the extra: pip install 'megappo[reasoning]'"
         )
     return WorkerReward("reasoning_gym", "reasoning_gym", timeout_s=settings.timeout_s)
 

@@ -27,9 +27,7 @@ def split_path(path: str) -> tuple[str, str]:
     """
     target, _, function = path.rpartition(":")
     if not target or not function.isidentifier():
-        raise UserError(
-            f"rewards: path '{path}' is not module:function: write my_pkg.my_mod:fn or path/to/file.py:fn"
-        )
+        raise UserError(f"rewards: path '{path}' is not module:function: write my_pkg.my_mod:fn or path/to/file.py:fn")
     if _is_file(target) and not Path(target).expanduser().is_file():
         raise UserError(f"rewards: path '{path}': file not found: {Path(target).expanduser().absolute()}")
     return target, function

@@ -54,10 +54,7 @@ class Gsm8kReward:
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
         """Raises UserError for a sample whose ground truth holds no number."""
-        return [
-            float(extract_answer(sample.response_text, self.method) == self._truth(sample))
-            for sample in samples
-        ]
+        return [float(extract_answer(sample.response_text, self.method) == self._truth(sample)) for sample in samples]
 
     def _truth(self, sample: RewardSample) -> Decimal:
         truth: Any = sample.ground_truth

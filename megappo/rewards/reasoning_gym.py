@@ -96,9 +96,7 @@ class ReasoningGymScorer:
             score = dataset.score_answer(extract_answer(sample.response_text), entry)
         except Exception:
             if entry.get("answer") is not None:
-                dataset.score_answer(
-                    entry["answer"], entry
-                )  # raises when the data, not the answer, is at fault
+                dataset.score_answer(entry["answer"], entry)  # raises when the data, not the answer, is at fault
             return {"score": 0.0, "unparsable": 1.0}
         return {"score": float(score), "unparsable": 0.0}
 
@@ -106,12 +104,9 @@ class ReasoningGymScorer:
         for key in ("task", "config", "entry"):
             if not isinstance(extra_info.get(key), str):
                 raise UserError(
-                    f"extra_info has no '{key}': write the data with "
-                    "python -m megappo.data.prepare.reasoning_gym"
+                    f"extra_info has no '{key}': write the data with python -m megappo.data.prepare.reasoning_gym"
                 )
         task, config = extra_info["task"], extra_info["config"]
         if (task, config) not in self._tasks:
-            self._tasks[task, config] = self._library.create_dataset(
-                task, seed=0, size=1, **load_json(config)
-            )
+            self._tasks[task, config] = self._library.create_dataset(task, seed=0, size=1, **load_json(config))
         return load_json(extra_info["entry"]), self._tasks[task, config]

@@ -28,10 +28,7 @@ from megappo.rewards.worker_main import HEADER
 STARTUP_TIMEOUT_S = 180.0  # imports of user code, on a busy machine
 CLOSE_TIMEOUT_S = 5.0
 # The parent's sys.path is taken over first, so that the child finds the same modules.
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megappo.rewards.worker_main import main; main()"
-)
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megappo.rewards.worker_main import main; main()"
 
 
 class _Dead(Exception):

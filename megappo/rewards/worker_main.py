@@ -47,9 +47,7 @@ def main() -> None:
         while request := requests.get():
             # A loop inside C code (a regular expression) holds the interpreter lock and would outlive a
             # killed parent: this timer is a C thread and needs no lock.
-            faulthandler.dump_traceback_later(
-                2 * spec["timeout_s"] + WATCHDOG_GRACE_S, exit=True, file=nowhere
-            )
+            faulthandler.dump_traceback_later(2 * spec["timeout_s"] + WATCHDOG_GRACE_S, exit=True, file=nowhere)
             reply = score_one(scorer, request)
             faulthandler.cancel_dump_traceback_later()
             _reply(replies_out, reply)

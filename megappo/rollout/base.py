@@ -105,9 +105,7 @@ class EngineHealth:
 class RolloutEngine(Protocol):
     """A generation engine as one rank sees it: it serves the requests given to it, in their order."""
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
-    ) -> list[GeneratedSample]:
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GeneratedSample]:
         """One sample a request, in the order of the requests."""
         ...
 

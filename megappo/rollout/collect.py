@@ -66,9 +66,7 @@ class _Meta:
     source: list[str]
 
 
-def assemble(
-    samples: Sequence[GeneratedSample], rows: Sequence[PromptRow], scores: Sequence[float]
-) -> RolloutBatch:
+def assemble(samples: Sequence[GeneratedSample], rows: Sequence[PromptRow], scores: Sequence[float]) -> RolloutBatch:
     """Build the batch from every rank's samples: metadata goes everywhere, tokens stay where they were generated.
 
     Aborted samples keep their place (ids stay aligned) but train on nothing. Collective.

@@ -173,9 +173,7 @@ class Decode:
             out, prefilled = self._prefill_chunk(prompts)
             index = torch.tensor(copies, device=self.device)
             if not layers:
-                layers = [
-                    CacheLayer(len(self.requests), capacity, self.prompt_width) for _ in prefilled.layers
-                ]
+                layers = [CacheLayer(len(self.requests), capacity, self.prompt_width) for _ in prefilled.layers]
             for layer, source in zip(layers, prefilled.layers, strict=True):
                 layer.fill(first, index, source)
             logits.append(out.index_select(0, index))

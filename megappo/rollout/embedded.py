@@ -50,9 +50,7 @@ class EmbeddedEngine:
         self.vocab_size: int = text_config.vocab_size
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         if not 0 <= pad_token_id < self.vocab_size:
-            raise UserError(
-                f"pad_token_id is {pad_token_id}: give an id of the vocabulary of {self.vocab_size}"
-            )
+            raise UserError(f"pad_token_id is {pad_token_id}: give an id of the vocabulary of {self.vocab_size}")
         self.device = torch.device(device)
         self.max_batch_tokens = max_batch_tokens
         self.tokenizer = tokenizer
@@ -65,9 +63,7 @@ class EmbeddedEngine:
         self._asleep = False
 
     @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
-    ) -> list[GeneratedSample]:
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GeneratedSample]:
         """One sample a request, in order. Any number of requests, none included.
 
         Raises UserError for a request that cannot be served (empty, ids outside the vocabulary, too long),
@@ -121,9 +117,7 @@ class EmbeddedEngine:
             elif not torch.equal(tensor.to(target), target):
                 raise RuntimeError(f"weight update: {name} is tied to {key} but was sent with other values")
         if missing := [key for key in self._targets if key not in written]:
-            raise RuntimeError(
-                f"weight update: {len(missing)} weights were not sent, the first is {missing[0]}"
-            )
+            raise RuntimeError(f"weight update: {len(missing)} weights were not sent, the first is {missing[0]}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.weight_version = version
@@ -174,9 +168,7 @@ class EmbeddedEngine:
                 raise UserError(f"{where}: the prompt is empty; give at least one token")
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 bad = min(ids) if min(ids) < 0 else max(ids)
-                raise UserError(
-                    f"{where}: prompt token {bad} is outside the model's vocabulary of {self.vocab_size}"
-                )
+                raise UserError(f"{where}: prompt token {bad} is outside the model's vocabulary of {self.vocab_size}")
             length = f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new ones"
             total = len(ids) + sampling.max_new_tokens
             if self.max_positions is not None and total > self.max_positions:
@@ -185,9 +177,7 @@ class EmbeddedEngine:
                     "lower data.max_prompt_length or data.max_response_length"
                 )
             if total > self.max_batch_tokens:
-                raise UserError(
-                    f"{where}: {length} exceed rollout.max_batch_tokens {self.max_batch_tokens}; raise it"
-                )
+                raise UserError(f"{where}: {length} exceed rollout.max_batch_tokens {self.max_batch_tokens}; raise it")
 
 
 def _check_layers(text_config: PreTrainedConfig) -> None:

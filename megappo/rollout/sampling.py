@@ -115,9 +115,7 @@ def sample_tokens(logits: Tensor, keys: Tensor, sampling: SamplingParams) -> tup
     """
     n, vocab = logits.shape
     if n == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device), logits.new_empty(
-            0, dtype=torch.float32
-        )
+        return torch.empty(0, dtype=torch.int64, device=logits.device), logits.new_empty(0, dtype=torch.float32)
     rows = max(1, (_CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK) // vocab)
     if rows >= n:
         return _sample_chunk(logits, keys, sampling)

@@ -110,9 +110,7 @@ def plan_critic(run: PPORun, batch: RolloutBatch) -> RolePlan:
 def add_logprobs(run: PPORun, batch: RolloutBatch) -> None:
     """`old_logprobs`: the actor's own, before the update."""
     actor = run.config.actor
-    sizes = budget(
-        actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
-    )
+    sizes = budget(actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu)
     micro = forward_micro_batches(run.actor, batch.info.length, batch.placement.owner, sizes)
     batch["old_logprobs"] = run.actor.forward(batch, micro, "logprobs")["logprobs"]
 
@@ -143,9 +141,7 @@ def add_values(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> tuple[Rollou
     """`values` on the batch; also the batch as the critic holds it, and V after the last token of every sample."""
     critic = run.config.critic
     there = batch.only("tokens", "loss_mask").to(plan.placement)
-    sizes = budget(
-        critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
-    )
+    sizes = budget(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
     micro = forward_micro_batches(run.critic, there.info.length, plan.placement.owner, sizes)
     result = run.critic.forward(there, micro, "values")
     there["values"] = result["values"]

@@ -57,9 +57,7 @@ def role_plan(
     return RolePlan(minis, schedule, placement, engine.context.coords.dp, seed, shuffle)
 
 
-def forward_micro_batches(
-    engine: ModelEngine, lengths: np.ndarray, owner: np.ndarray, budget: Budget
-) -> MicroBatches:
+def forward_micro_batches(engine: ModelEngine, lengths: np.ndarray, owner: np.ndarray, budget: Budget) -> MicroBatches:
     """This rank's micro-batches of a forward-only pass over the samples that its replica owns."""
     ranks = plan_forward(lengths, owner, engine.layout.dp, budget, multiple_of=_multiple(engine))
     return ranks[engine.context.coords.dp]

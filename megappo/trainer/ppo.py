@@ -121,9 +121,7 @@ def _export(run: PPORun, watch: Watch) -> None:
     """The trained policy as a Hugging Face folder."""
     out = Path(run.config.trainer.output_dir) / "final_hf"
     dtype = DTYPES[run.config.model.dtype]
-    write_hf(
-        run.actor.stream_weights(dtype), run.actor.spec.path, out, dtype, write=dist.get_rank() == 0
-    )
+    write_hf(run.actor.stream_weights(dtype), run.actor.spec.path, out, dtype, write=dist.get_rank() == 0)
     watch.say(f"trained model: {out}")
 
 

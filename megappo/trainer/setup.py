@@ -156,9 +156,7 @@ def build_run(config: ExperimentConfig) -> PPORun:
     """Build all roles. Cheap mistakes (data, tokenizer, reward) show before any model is loaded. Collective."""
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     train, val = _read_data(config, tokenizer)
-    sampler = PromptSampler(
-        len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle
-    )
+    sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
     reward = build_reward(config.rewards)
     reward.start()
     iterations = config.trainer.total_iterations or config.trainer.total_epochs * sampler.steps_per_epoch

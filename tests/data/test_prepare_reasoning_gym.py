@@ -18,9 +18,7 @@ SUMS += ["--config", "allow_parentheses=false", "--config", "allow_negation=fals
 
 
 def run(out, *options):
-    prepare.main(
-        ["--task", "basic_arithmetic", "--out", str(out), "--train-size", "20", "--test-size", "5", *options]
-    )
+    prepare.main(["--task", "basic_arithmetic", "--out", str(out), "--train-size", "20", "--test-size", "5", *options])
     return read_rows(out / "train.parquet"), read_rows(out / "test.parquet")
 
 
@@ -78,18 +76,14 @@ def test_supervised_pairs_are_the_training_questions_with_their_answers(tmp_path
     train, _ = run(tmp_path, "--sft-out", str(tmp_path / "sft.parquet"))
     pairs = read_rows(tmp_path / "sft.parquet")
     assert [pair["prompt"] for pair in pairs] == [row["prompt"] for row in train]
-    assert [pair["response"] for pair in pairs] == [
-        f"#### {r['reward_model']['ground_truth']}" for r in train
-    ]
+    assert [pair["response"] for pair in pairs] == [f"#### {r['reward_model']['ground_truth']}" for r in train]
 
 
 def test_plain_prompts_and_templates(tmp_path):
     options = ["--plain", "--template", "{question}=", "--sft-template", " {answer}"]
     train, _ = run(tmp_path, *options, "--sft-out", str(tmp_path / "sft.parquet"))
     assert train[0]["prompt"] == question(train[0]) + "="
-    assert (
-        read_rows(tmp_path / "sft.parquet")[0]["response"] == " " + train[0]["reward_model"]["ground_truth"]
-    )
+    assert read_rows(tmp_path / "sft.parquet")[0]["response"] == " " + train[0]["reward_model"]["ground_truth"]
 
 
 @pytest.mark.parametrize(

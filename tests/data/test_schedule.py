@@ -11,9 +11,7 @@ from megappo.data.schedule import Budget, lower_bound, mini_batches, plan, plan_
 
 lengths_st = st.lists(st.integers(1, 40), min_size=0, max_size=60)
 layouts = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 3]))
-budgets = st.one_of(
-    st.builds(Budget, samples=st.integers(1, 7)), st.builds(Budget, tokens=st.integers(40, 120))
-)
+budgets = st.one_of(st.builds(Budget, samples=st.integers(1, 7)), st.builds(Budget, tokens=st.integers(40, 120)))
 
 
 def lognormal(n: int, seed: int, median: float = 1500, sigma: float = 1.0) -> np.ndarray:

@@ -17,9 +17,7 @@ def run_ranks(function, world, tmp_path):
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     store = f"file://{tmp_path}/store"
-    processes = [
-        context.Process(target=_one_rank, args=(function, rank, world, store, queue)) for rank in range(world)
-    ]
+    processes = [context.Process(target=_one_rank, args=(function, rank, world, store, queue)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
@@ -143,6 +141,7 @@ def test_summarize_describes_replicated_numbers():
 
 
 def _uneven_data(rank):
+    """Rank 0 owns three numbers, rank 1 none, rank 2 one; rank 2 names them in another order."""
     calls = []
     all_reduce = dist.all_reduce
 
@@ -150,26 +149,17 @@ def _uneven_data(rank):
         calls.append((str(kwargs.get("op", dist.ReduceOp.SUM)), tensor.dtype))
         return all_reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting
-    # rank 0 owns three numbers, rank 1 none, rank 2 one; named in another order on rank 2
     mine = [torch.tensor([1.0, 2.0, math.nan]), torch.empty(0), torch.tensor([6.0])][rank]
     metrics = MetricAccumulator()
     for name in ("x", "y") if rank < 2 else ("y", "x"):
         metrics.add_stats(name, mine.nan_to_num(3.0) if name == "y" else mine)
     metrics.add_sum("loss", mine.nan_to_num(0.0).sum(), 4)
     metrics.add_stats("none", torch.empty(0))
-    return metrics.reduce(), calls
-
-
-def test_ranks_agree_on_global_values_with_one_collective_a_kind(tmp_path):
-    results = run_ranks(_uneven_data, 3, tmp_path)
-    for out, calls in results:
-        assert out["y/mean"] == 3.0 and out["y/max"] == 6.0 and out["y/min"] == 1.0
-        assert math.isnan(out["x/mean"]) and math.isnan(out["x/max"]) and math.isnan(out["x/min"])
-        assert out["loss"] == 9.0 / 4.0
-        assert not any(name.startswith("none") for name in out)
-        assert [dtype for _, dtype in calls] == [torch.float64] * 2
-        assert len({op for op, _ in calls}) == 2
+    dist.all_reduce = counting
+    try:
+        return metrics.reduce(), calls
+    finally:
+        dist.all_reduce = all_reduce
 
 
 def _different_names(rank):
@@ -184,9 +174,40 @@ def _different_names(rank):
     return None
 
 
-def test_ranks_that_named_different_metrics_all_learn_it(tmp_path):
-    messages = run_ranks(_different_names, 2, tmp_path)
-    assert messages == [
+def _one_of_two_groups(rank):
+    """Ranks 0 and 1 share their data, rank 2 is on its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    metrics = MetricAccumulator()
+    metrics.add_mean("rank", rank)
+    return metrics.reduce(groups[rank // 2])
+
+
+def _everything(rank):
+    return _uneven_data(rank), _different_names(rank), _one_of_two_groups(rank)
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks(tmp_path_factory):
+    return list(zip(*run_ranks(_everything, 3, tmp_path_factory.mktemp("ranks")), strict=True))
+
+
+def test_ranks_agree_on_global_values_with_one_collective_a_kind(on_three_ranks):
+    for out, calls in on_three_ranks[0]:
+        assert out["y/mean"] == 3.0 and out["y/max"] == 6.0 and out["y/min"] == 1.0
+        assert math.isnan(out["x/mean"]) and math.isnan(out["x/max"]) and math.isnan(out["x/min"])
+        assert out["loss"] == 9.0 / 4.0
+        assert not any(name.startswith("none") for name in out)
+        assert [dtype for _, dtype in calls] == [torch.float64] * 2
+        assert len({op for op, _ in calls}) == 2
+
+
+def test_ranks_that_named_different_metrics_all_learn_it(on_three_ranks):
+    assert on_three_ranks[1] == (
         "ranks named different metrics; this one named: a",
         "ranks named different metrics; this one named: a, b",
-    ]
+        "ranks named different metrics; this one named: a",
+    )
+
+
+def test_only_the_given_group_is_reduced_over(on_three_ranks):
+    assert on_three_ranks[2] == ({"rank": 0.5}, {"rank": 0.5}, {"rank": 2.0})

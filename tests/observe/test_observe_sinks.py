@@ -226,7 +226,13 @@ def test_mlflow_gets_names_that_it_accepts_and_resumes(tmp_path, monkeypatch):
     sinks = build_sinks(["mlflow"], tmp_path, "proj", "exp", {"a": 1}, None)
     sinks.log({"val-core/gsm8k/acc@1": 0.5}, 2)
     sinks.close()
-    assert [name for name, *_ in calls] == ["set_experiment", "start_run", "log_dict", "log_metrics", "end_run"]
+    assert [name for name, *_ in calls] == [
+        "set_experiment",
+        "start_run",
+        "log_dict",
+        "log_metrics",
+        "end_run",
+    ]
     assert calls[3][1:] == (({"val-core/gsm8k/acc_1": 0.5},), {"step": 2})
     calls.clear()
     again = build_sinks(["mlflow"], tmp_path, "proj", "exp", {"a": 1}, None)

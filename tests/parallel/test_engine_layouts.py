@@ -78,9 +78,7 @@ def train(folder, layout_options: dict, kind: str, budget_options: dict, agg: st
     engine = ModelEngine(
         load_spec(folder),
         layout,
-        EngineOptions(
-            critic=kind == "critic", temperature=0.8, distributed_optimizer=distributed, recompute=recompute
-        ),
+        EngineOptions(critic=kind == "critic", temperature=0.8, distributed_optimizer=distributed, recompute=recompute),
         optim=OptimConfig(lr=LR, max_grad_norm=0.5, weight_decay=0.01),
         total_steps=10,
     )

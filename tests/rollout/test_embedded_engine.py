@@ -81,9 +81,7 @@ def test_greedy_logprobs_are_those_of_temperature_one():
 
 
 def test_sliding_window_layers_attend_within_their_window():
-    model = tiny_model(
-        "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=2, layer_types=None
-    )
+    model = tiny_model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=2, layer_types=None)
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
     samples = engine_for(model).generate(requests_of(MIXED), SamplingParams(12))
     assert_scored_right(model, samples, 1.0)
@@ -202,7 +200,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chain_model(sequence: list[int], vocab: int = 256):
-    """A model that continues each (distinct) token of `sequence` with the next: one-hot embeddings, no mixing."""
+    """A model that continues each token of `sequence` (all distinct) with the next one."""
     model = tiny_model("llama", vocab_size=vocab, hidden_size=vocab, num_hidden_layers=1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -254,8 +252,7 @@ def test_stop_strings_agree_with_a_search_of_the_full_text():
             (
                 n
                 for n in range(1, 31)
-                if full.response_ids[n - 1] == 9
-                or any(s in tokenizer.decode(full.response_ids[:n]) for s in stops)
+                if full.response_ids[n - 1] == 9 or any(s in tokenizer.decode(full.response_ids[:n]) for s in stops)
             ),
             None,
         )

@@ -84,9 +84,7 @@ def test_rare_tokens_appear_as_often_as_they_should():
     logits = torch.full((1, 2000), -14.0)
     logits[0, 0] = 0.0
     rare = 100_000 * (1 - logits.softmax(-1)[0, 0].double().item())
-    observed = sum(
-        100_000 // 4 - counts(logits, 25_000, params(), seed=s * 25_000)[0].item() for s in range(4)
-    )
+    observed = sum(100_000 // 4 - counts(logits, 25_000, params(), seed=s * 25_000)[0].item() for s in range(4))
     assert observed == pytest.approx(rare, abs=5 * math.sqrt(rare))
 
 

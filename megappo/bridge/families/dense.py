@@ -31,9 +31,7 @@ def head_rules(spec: ModelSpec, tp: int, *, critic: bool, has_embedding: bool) -
         rules.append(algebra.replicated("output_layer.bias", VALUE_HEAD["output_layer.bias"], 1))
     elif not (spec.tied_embeddings and has_embedding):
         source = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        rules.append(
-            algebra.vocabulary("output_layer.weight", source, spec.vocab_size, spec.padded_vocab(tp), h)
-        )
+        rules.append(algebra.vocabulary("output_layer.weight", source, spec.vocab_size, spec.padded_vocab(tp), h))
     return rules
 
 
@@ -50,26 +48,16 @@ def layer_rules(spec: ModelSpec, layer: int, local_layer: int, *, fused_norms: b
     rules = [
         algebra.replicated(m + norm1, h + "input_layernorm.weight", hidden),
         algebra.replicated(m + norm2, h + "post_attention_layernorm.weight", hidden),
-        algebra.row(
-            m + "self_attention.linear_proj.weight", attn + "o_proj.weight", hidden, heads * dim
-        ),
-        algebra.gate_up(
-            m + "mlp.linear_fc1.weight", h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight", ffn, hidden
-        ),
+        algebra.row(m + "self_attention.linear_proj.weight", attn + "o_proj.weight", hidden, heads * dim),
+        algebra.gate_up(m + "mlp.linear_fc1.weight", h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight", ffn, hidden),
         algebra.row(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", hidden, ffn),
     ]
     for kind, tail in (("weight", (hidden,)), ("bias", ())):
         if kind == "bias" and not spec.qkv_bias:
             continue
         q, k, v = (f"{attn}{x}_proj.{kind}" for x in "qkv")
-        rules.append(
-            algebra.grouped_qkv(m + f"self_attention.linear_qkv.{kind}", q, k, v, heads, kv, dim, *tail)
-        )
+        rules.append(algebra.grouped_qkv(m + f"self_attention.linear_qkv.{kind}", q, k, v, heads, kv, dim, *tail))
     if spec.qk_norm:
-        rules.append(
-            algebra.replicated(m + "self_attention.q_layernorm.weight", attn + "q_norm.weight", dim)
-        )
-        rules.append(
-            algebra.replicated(m + "self_attention.k_layernorm.weight", attn + "k_norm.weight", dim)
-        )
+        rules.append(algebra.replicated(m + "self_attention.q_layernorm.weight", attn + "q_norm.weight", dim))
+        rules.append(algebra.replicated(m + "self_attention.k_layernorm.weight", attn + "k_norm.weight", dim))
     return rules

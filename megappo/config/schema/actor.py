@@ -48,15 +48,13 @@ class ActorConfig(Section):
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "Token budget for log-probs alone (tokens); null: ppo_max_token_len_per_gpu.", ge=1
     )
-    shuffle: bool = key(True, "Draw new mini-batches in every PPO epoch.")
+    shuffle: bool = key(True, "Draw mini-batches at random, and visit them in a new order in every PPO epoch.")
 
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = key(
         "ppo", "Loss: clipped PPO, sequence-level GSPO, CISPO, or plain REINFORCE."
     )
     clip_ratio: float = key(0.2, "PPO clip range: the ratio is clipped to 1 ± this.", gt=0)
-    clip_ratio_low: float | None = key(
-        None, "Lower clip range: ratio >= 1 - this; null: clip_ratio.", gt=0, le=1
-    )
+    clip_ratio_low: float | None = key(None, "Lower clip range: ratio >= 1 - this; null: clip_ratio.", gt=0)
     clip_ratio_high: float | None = key(None, "Upper clip range: ratio <= 1 + this; null: clip_ratio.", gt=0)
     clip_ratio_c: float | None = key(
         3.0, "Dual clip: where the advantage is negative the loss is at most -c * A; c > 1; null: off.", gt=1

@@ -71,9 +71,7 @@ class AlgorithmConfig(Section):
         None, "Length-adaptive lambda 1 - 1/(alpha * length) for the advantages; null: lam.", gt=0
     )
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
-    normalize_advantages: bool = key(
-        True, "Whiten advantages over the global batch (gae, reinforce_plus_plus*)."
-    )
+    normalize_advantages: bool = key(True, "Whiten advantages over the global batch (gae, reinforce_plus_plus*).")
     bootstrap_truncated: bool = key(
         False, "Continue GAE with the value at the cut for responses that hit the length limit."
     )

@@ -13,9 +13,7 @@ class CriticConfig(Section):
         None, "Layout of the critic over the ranks; null: actor.parallel; given: a layout of its own."
     )
     optim: CriticOptimConfig = sub(CriticOptimConfig, "Optimizer of the critic.")
-    ppo_epochs: int | None = key(
-        None, "Passes over each rollout batch (epochs); null: actor.ppo_epochs.", ge=1
-    )
+    ppo_epochs: int | None = key(None, "Passes over each rollout batch (epochs); null: actor.ppo_epochs.", ge=1)
     ppo_mini_batch_size: int | None = key(
         None, "Prompts per optimizer step, over all ranks (prompts); null: actor.ppo_mini_batch_size.", ge=1
     )
@@ -29,7 +27,5 @@ class CriticConfig(Section):
         None, "Token budget of a forward/backward (tokens); null: actor.ppo_max_token_len_per_gpu.", ge=1
     )
     cliprange_value: float = key(0.5, "Values are clipped to old value ± this in the value loss.", gt=0)
-    loss_agg_mode: LossAggMode | None = key(
-        None, "How token losses become one number; null: actor.loss_agg_mode."
-    )
+    loss_agg_mode: LossAggMode | None = key(None, "How token losses become one number; null: actor.loss_agg_mode.")
     shuffle: bool | None = key(None, "Draw new mini-batches in every PPO epoch; null: actor.shuffle.")

@@ -14,9 +14,5 @@ class DataConfig(Section):
     max_prompt_length: int = key(512, "Longest prompt after the chat template (tokens).", ge=1)
     max_response_length: int = key(512, "Longest response; generation stops there (tokens).", ge=1)
     shuffle: bool = key(True, "New order of the training prompts in every epoch.")
-    filter_overlong_prompts: bool = key(
-        True, "Drop prompts longer than max_prompt_length; false: they are an error."
-    )
-    val_max_samples: int | None = key(
-        None, "Use the first so many validation prompts (prompts); null: all.", ge=1
-    )
+    filter_overlong_prompts: bool = key(True, "Drop prompts longer than max_prompt_length; false: they are an error.")
+    val_max_samples: int | None = key(None, "Use the first so many validation prompts (prompts); null: all.", ge=1)

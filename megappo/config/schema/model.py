@@ -11,9 +11,7 @@ class ModelConfig(Section):
     path: str = key(..., "Hugging Face folder with config.json and *.safetensors.", path=True)
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: model.path.", path=True)
     dtype: Dtype = key("fp32", "Number format of the weights in forward and backward (fp32 or bf16).")
-    chat_template: str | None = key(
-        None, "Jinja chat template, inline or as a file path; null: the tokenizer's own."
-    )
+    chat_template: str | None = key(None, "Jinja chat template, inline or as a file path; null: the tokenizer's own.")
 
     @property
     def chat_template_file(self) -> str | None:

@@ -14,9 +14,7 @@ class ParallelConfig(Section):
         None, "Model chunks per pipeline rank for the interleaved schedule (VPP, chunks); null: one.", ge=1
     )
     context_parallel_size: int = key(1, "Ranks that share each sequence's tokens (CP, ranks).", ge=1)
-    expert_model_parallel_size: int = key(
-        1, "Ranks that share the experts of an MoE layer (EP, ranks).", ge=1
-    )
+    expert_model_parallel_size: int = key(1, "Ranks that share the experts of an MoE layer (EP, ranks).", ge=1)
     expert_tensor_parallel_size: int | None = key(
         None, "Ranks that share each expert's matrices (ETP, ranks); null: tensor_model_parallel_size.", ge=1
     )
@@ -37,9 +35,7 @@ class ParallelConfig(Section):
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together hold one replica and one sequence: tp * pp * cp."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def vpp(self) -> int:

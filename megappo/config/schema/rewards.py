@@ -15,7 +15,5 @@ class RewardConfig(Section):
         None, "Your function, `package.module:function` or `path/to/file.py:function`, for type `function`."
     )
     weight: float = key(1.0, "Weight in the sum.")
-    timeout_s: float = key(
-        30.0, "Longest time for scoring one batch before it counts as failed (seconds).", gt=0
-    )
+    timeout_s: float = key(30.0, "Longest time for scoring one response before the run fails (seconds).", gt=0)
     kwargs: dict[str, Any] = key({}, "Keyword arguments passed to the function.")

@@ -26,6 +26,7 @@ class ValRolloutConfig(Section):
     n: int = key(1, "Responses per validation prompt (samples).", ge=1)
     top_p: float = key(1.0, _TOP_P, gt=0, le=1)
     top_k: TopK = key(-1, _TOP_K)
+    sampled: bool = key(False, "Evaluate a second time, with the training's sampling; metrics end in `_sampled`.")
 
 
 class RolloutConfig(Section):

@@ -25,11 +25,7 @@ class SftConfig(Section):
     )
     max_length: int = key(1024, "Longest example, prompt and response (tokens).", ge=1)
     total_epochs: int = key(1, "Passes over the training examples (epochs).", ge=1)
-    total_steps: int | None = key(
-        None, "Optimizer steps to run; null: total_epochs decides; wins if given.", ge=1
-    )
+    total_steps: int | None = key(None, "Optimizer steps to run; null: total_epochs decides; wins if given.", ge=1)
     test_freq: SaveEvery = key(-1, "Validate every so many optimizer steps; -1: never.")
     save_freq: SaveEvery = key(-1, "Save a checkpoint every so many optimizer steps; -1: never.")
-    export_path: str | None = key(
-        None, "Folder for the final Hugging Face model; null: not exported.", path=True
-    )
+    export_path: str | None = key(None, "Folder for the final Hugging Face model; null: not exported.", path=True)

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from megappo.config.schema.base import Section, key
 
-Logger = Literal["console", "tensorboard", "jsonl"]
+Logger = Literal["console", "tensorboard", "jsonl", "wandb", "mlflow"]
 
 
 def _not_zero(value: int) -> int:
@@ -38,9 +38,5 @@ class TrainerConfig(Section):
     resume: Literal["auto", "never"] = key(
         "auto", "auto: continue from the latest checkpoint in output_dir if there is one; never: start anew."
     )
-    log_val_samples: int = key(
-        4, "Validation answers written to the logs at each evaluation (samples).", ge=0
-    )
-    distributed_timeout_s: int = key(
-        600, "Longest wait for another rank before the run fails (seconds).", ge=1
-    )
+    log_val_samples: int = key(4, "Validation answers written to the logs at each evaluation (samples).", ge=0)
+    distributed_timeout_s: int = key(600, "Longest wait for another rank before the run fails (seconds).", ge=1)

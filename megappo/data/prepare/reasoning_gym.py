@@ -50,9 +50,7 @@ def create_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -
     known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
     for key in config:
         if key not in known:
-            raise UserError(
-                f"--config {key}: task '{task}' has no such key (known: {', '.join(sorted(known))})"
-            )
+            raise UserError(f"--config {key}: task '{task}' has no such key (known: {', '.join(sorted(known))})")
     try:
         return library.create_dataset(task, seed=seed, size=size, **config)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
@@ -60,9 +58,7 @@ def create_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -
         raise UserError(f"--task {task} --config {dict(config)}: refused by the task: {reason}") from None
 
 
-def _entries(
-    task: str, config: Mapping[str, Any], seed: int, size: int, limit: int
-) -> Iterator[dict[str, Any]]:
+def _entries(task: str, config: Mapping[str, Any], seed: int, size: int, limit: int) -> Iterator[dict[str, Any]]:
     """Entries 0, 1, … of one seed, up to `limit`. Not of two seeds: entry 1 of seed s is entry 0 of s+1."""
     start = 0
     while start < limit:
@@ -73,9 +69,7 @@ def _entries(
         start = end
 
 
-def distinct_entries(
-    task: str, config: Mapping[str, Any], seed: int, count: int
-) -> tuple[list[dict[str, Any]], int]:
+def distinct_entries(task: str, config: Mapping[str, Any], seed: int, count: int) -> tuple[list[dict[str, Any]], int]:
     """(`count` entries with different questions, number of repeated ones skipped on the way).
 
     Raises UserError when the task does not have so many questions.
@@ -107,9 +101,7 @@ def make_row(
     try:
         stored = dump_json(entry)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"--task {task}: its entries cannot be stored as JSON ({error}): use another task"
-        ) from None
+        raise UserError(f"--task {task}: its entries cannot be stored as JSON ({error}): use another task") from None
     answer = None if entry["answer"] is None else str(entry["answer"])
     return {
         "data_source": f"{DATA_SOURCE}/{task}",
@@ -132,9 +124,7 @@ def check_scorer(task: str, config: Mapping[str, Any], rows: list[dict[str, Any]
     for row in rows[:8]:
         entry = load_json(row["extra_info"]["entry"])
         if entry["answer"] is not None and dataset.score_answer(entry["answer"], entry) < 1.0:
-            raise UserError(
-                f"--task {task}: the scorer rejects the correct answer of a stored entry: use another task"
-            )
+            raise UserError(f"--task {task}: the scorer rejects the correct answer of a stored entry: use another task")
 
 
 def sft_rows(rows: list[dict[str, Any]], response: str) -> list[dict[str, Any]]:
@@ -209,9 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     style.add_argument("--plain", dest="plain", action="store_true", help="prompts as plain strings")
     parser.set_defaults(plain=False)
     parser.add_argument("--template", help="prompt text around {question}")
-    parser.add_argument(
-        "--sft-out", type=Path, help="parquet with prompt/response pairs of the training questions"
-    )
+    parser.add_argument("--sft-out", type=Path, help="parquet with prompt/response pairs of the training questions")
     parser.add_argument("--sft-template", help="response text around {answer}")
     args = parser.parse_args(argv)
     counts = prepare(args)

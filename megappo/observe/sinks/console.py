@@ -71,13 +71,13 @@ class ConsoleSink:
                 transient=True,
             )
             self._task = self._bar.add_task(title, total=total_steps)
-            self._bar.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Print the iteration's line and move the bar."""
         left = self._time_left(step)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+            self._bar.start()  # shows at the first iteration: an error before it finds a plain terminal
             left = None  # the bar shows it
         of_total = f"/{self._total}" if self._total else ""
         parts = [f"[{step}{of_total}]", *summary(metrics)]

@@ -1,0 +1,156 @@
+"""Supervised fine-tuning: the same engine, schedule and checkpoints as PPO, with the likelihood as the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megappo.checkpoint.hf import write_hf
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.schema import ExperimentConfig
+from megappo.data.batch import RolloutBatch, SampleInfo
+from megappo.data.prompts import PromptSampler
+from megappo.data.schedule import Budget
+from megappo.data.sft_rows import SftDataset, SftRow
+from megappo.engine.engine import ModelEngine
+from megappo.engine.losses import NLLLoss
+from megappo.errors import Interrupted, UserError
+from megappo.observe.metrics import MetricAccumulator
+from megappo.observe.timing import Timer
+from megappo.parallel import backend
+from megappo.trainer.interrupt import StopRequest
+from megappo.trainer.phases import step_metrics
+from megappo.trainer.planning import budget, forward_micro_batches, role_plan
+from megappo.trainer.resume import load_state, save_state
+from megappo.trainer.setup import DTYPES, build_engine, load_tokenizer
+from megappo.trainer.watch import Watch
+
+
+def run_sft(config: ExperimentConfig) -> dict[str, float]:
+    """Fine-tune as `config.sft` says; returns the last metrics. Every rank calls it."""
+    backend.init_distributed(config.trainer.distributed_timeout_s)
+    sft = config.sft
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    train = _read(config, sft.train_files, tokenizer)
+    val = _read(config, sft.val_files, tokenizer) if sft.val_files else None
+    if len(train) < sft.batch_size:
+        raise UserError(f"sft.batch_size is {sft.batch_size} but sft.train_files hold {len(train)} examples")
+    sampler = PromptSampler(len(train), sft.batch_size, config.trainer.seed, shuffle=True)
+    total = sft.total_steps or sft.total_epochs * sampler.steps_per_epoch
+    engine = build_engine(config.model.path, sft.parallel, config.model.dtype, optim=sft.optim, total_steps=total)
+    watch = Watch(config, total)
+    try:
+        with StopRequest() as stop:
+            return _Sft(config, engine, train, val, sampler, total, watch).run(stop)
+    finally:
+        watch.close()
+
+
+def _read(config: ExperimentConfig, files: list[str], tokenizer) -> SftDataset:
+    return SftDataset(
+        files,
+        tokenizer,
+        prompt_key=config.sft.prompt_key,
+        response_key=config.sft.response_key,
+        max_length=config.sft.max_length,
+        chat_template=config.model.chat_template,
+    )
+
+
+def row_batch(rows: Sequence[SftRow], placement, rank: int) -> RolloutBatch:
+    """A batch of prompt/response rows, cut to what `rank` holds; only the response is trained on."""
+    n = len(rows)
+    prompt = np.array([len(r.prompt_ids) for r in rows])
+    response = np.array([len(r.response_ids) for r in rows])
+    zeros = np.zeros(n, dtype=np.int64)
+    info = SampleInfo(
+        sample_id=np.arange(n),
+        group_id=np.arange(n),
+        prompt_len=prompt,
+        length=prompt + response,
+        trainable=response,
+        score=zeros.astype(np.float64),
+        finish_reason=zeros,
+        weight_version=zeros,
+        source=["sft"] * n,
+    )
+    mine = placement.samples_of(rank)
+    tokens = [t for i in mine for t in (*rows[i].prompt_ids, *rows[i].response_ids)]
+    mask = [on for i in mine for on in ([False] * prompt[i] + [True] * response[i])]
+    columns = {
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        "loss_mask": torch.tensor(mask, dtype=torch.bool),
+    }
+    return RolloutBatch(info, placement, mine, columns)
+
+
+class _Sft:
+    def __init__(self, config, engine: ModelEngine, train, val, sampler, total: int, watch: Watch):
+        self.config, self.engine, self.train, self.val = config, engine, train, val
+        self.sampler, self.total, self.watch = sampler, total, watch
+        self.store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.max_ckpt_to_keep)
+        self.step = 0
+
+    def run(self, stop: StopRequest) -> dict[str, float]:
+        sft = self.config.sft
+        if self.config.trainer.resume == "auto":
+            state = load_state(self.store, {"sft": self.engine})
+            if state is not None:
+                self.step = int(state["iteration"])
+                self.watch.resumed(self.step)
+        metrics: dict[str, float] = {}
+        while self.step < self.total:
+            timer = Timer(backend.synchronize)
+            with timer("step"):
+                metrics = self._train_step()
+            self.step += 1
+            last, stopping = self.step == self.total, stop.anywhere()
+            if self.val is not None and sft.test_freq > 0 and (last or self.step % sft.test_freq == 0):
+                metrics |= self._validate()
+            if sft.save_freq > 0 and (last or stopping or self.step % sft.save_freq == 0):
+                save_state(self.store, self.step, {"sft": self.engine}, {})
+            self.watch.log(self.step, metrics | timer.take())
+            if stopping and not last:
+                saved = "saved" if sft.save_freq > 0 else "nothing saved (sft.save_freq is -1)"
+                raise Interrupted(f"interrupted after step {self.step}, {saved}", stop.exit_code)
+        if sft.export_path:
+            dtype = DTYPES[self.config.model.dtype]
+            stream = self.engine.stream_weights(dtype)
+            write = dist.get_rank() == 0
+            write_hf(stream, self.engine.spec.path, Path(sft.export_path), dtype, write=write)
+            self.watch.say(f"fine-tuned model: {sft.export_path}")
+        return metrics
+
+    def _budget(self) -> Budget:
+        sft = self.config.sft
+        return budget(sft.use_dynamic_bsz, sft.micro_batch_size_per_gpu, sft.max_token_len_per_gpu)
+
+    def _batch(self, rows: list[SftRow], seed: tuple[int, ...]):
+        lengths = np.array([len(r.prompt_ids) + len(r.response_ids) for r in rows])
+        plan = role_plan(self.engine, lengths, len(rows), self._budget(), seed=seed, shuffle=False)
+        return plan, row_batch(rows, plan.placement, dist.get_rank())
+
+    def _train_step(self) -> dict[str, float]:
+        _, indices = self.sampler.batch(self.step)
+        plan, batch = self._batch([self.train[i] for i in indices], (self.config.trainer.seed, self.step))
+        loss = NLLLoss()
+        result = self.engine.train_step(batch, plan.minis[0], plan.micro_batches(0), loss, agg_mode="token-mean")
+        metrics = step_metrics(self.engine, loss, [result], "train")
+        tokens = float(batch.info.length.sum())
+        epoch = self.step // self.sampler.steps_per_epoch
+        return metrics | {"perf/total_num_tokens": tokens, "training/epoch": float(epoch)}
+
+    def _validate(self) -> dict[str, float]:
+        """Mean negative log-likelihood of the held-out response tokens."""
+        plan, batch = self._batch(list(self.val), (0,))
+        micro = forward_micro_batches(self.engine, batch.info.length, plan.placement.owner, self._budget())
+        logprobs = self.engine.forward(batch, micro, "logprobs")["logprobs"]
+        numbers = MetricAccumulator()
+        numbers.add_mean("val/loss", -logprobs[batch["loss_mask"]])
+        loss = numbers.reduce(self.engine.context.dp_group)["val/loss"]
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50.0))}
