@@ -36,6 +36,17 @@ def tiny_hf_config(family: str, **changes):
         "qwen2": (tf.Qwen2Config, {}),
         "qwen2_tied": (tf.Qwen2Config, {"tie_word_embeddings": True}),
         "qwen3": (tf.Qwen3Config, {"head_dim": 24}),
+        "mixtral": (tf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+        "qwen3_moe": (
+            tf.Qwen3MoeConfig,
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 48,
+                "head_dim": 24,
+                "norm_topk_prob": True,
+            },
+        ),
     }
     cls, extra = kinds[family]
     sizes = {

@@ -37,12 +37,14 @@ class Rule:
         groups: each group is a concatenation of spans along `dim` (0 when `dim` is None) that is divided over TP
             on its own; a rank holds its part of the first group, then its part of the second, and so on.
             One group `[q₀ k₀ v₀ q₁ …]` is Megatron's interleaved QKV; two groups `[gate] [up]` its gated MLP.
+        expert: part of an expert, so divided over expert-tensor-parallel ranks instead of tensor-parallel ones.
     """
 
     local: str
     shape: tuple[int, ...]
     dim: int | None
     groups: tuple[tuple[Span, ...], ...]
+    expert: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,24 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MegatronWeights:
-    """The weight layout of one role: model, grid, policy or critic, with or without fused norms (TE)."""
+    """The weight layout of one role: model, grid, policy or critic, fused layers (Transformer Engine) or not."""
 
     spec: ModelSpec
     layout: ParallelLayout
     critic: bool = False
-    fused_norms: bool = False
+    fused: bool = False
 
     def rules(self, rank: int) -> Iterator[tuple[int, Rule]]:
         """`(chunk, rule)` for every parameter that `rank` holds."""
         spec, tp = self.spec, self.layout.tp
+        experts = self._experts(rank)
         for chunk, layers in self.layout.chunks(spec.num_layers, rank):
             first, last = self.layout.is_first(rank, chunk), self.layout.is_last(rank, chunk)
             found: list[Rule] = []
             if first:
                 found += dense.embedding_rules(spec, tp)
             for local, layer in enumerate(layers):
-                found += dense.layer_rules(spec, layer, local, fused_norms=self.fused_norms)
+                found += dense.layer_rules(spec, layer, local, experts=experts, fused=self.fused)
             if last:
                 found += dense.head_rules(spec, tp, critic=self.critic, has_embedding=first)
             for rule in found:
@@ -42,14 +43,27 @@ class MegatronWeights:
 
     def pieces(self, rank: int) -> Iterator[tuple[int, Piece]]:
         """`(chunk, piece)` for everything that `rank` holds."""
-        tp_rank = self.layout.coordinates(rank).tp
         for chunk, rule in self.rules(rank):
-            for piece in pieces(rule, tp_rank, self.layout.tp):
+            for piece in pieces(rule, *self.shard(rule, rank)):
                 yield chunk, piece
+
+    def shard(self, rule: Rule, rank: int) -> tuple[int, int]:
+        """`(index, count)`: which of how many equal shards of a parameter `rank` holds."""
+        if rule.expert:
+            return self.layout.expert_coordinates(rank)[0], self.layout.etp
+        return self.layout.coordinates(rank).tp, self.layout.tp
+
+    def _experts(self, rank: int) -> range | None:
+        """Global ids of the experts that `rank` holds, None for a dense model."""
+        if self.spec.moe is None:
+            return None
+        count = self.spec.moe.num_experts // self.layout.ep
+        _, ep, _ = self.layout.expert_coordinates(rank)
+        return range(ep * count, (ep + 1) * count)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every Hugging Face tensor of the model with its shape, in checkpoint order."""
-        whole = MegatronWeights(self.spec, ParallelLayout(), self.critic, self.fused_norms)
+        whole = MegatronWeights(self.spec, ParallelLayout(), self.critic, self.fused)
         shapes: dict[str, list[int]] = {}
         for _, piece in whole.pieces(0):
             shape = shapes.setdefault(piece.hf, [0] * len(piece.hf_box))
@@ -64,7 +78,9 @@ def check_model(weights: MegatronWeights, chunks: list[torch.nn.Module], rank: i
     Raises:
         RuntimeError: an unmapped or unknown parameter, or a shape that differs.
     """
-    expected = {(chunk, rule.local): local_shape(rule, weights.layout.tp) for chunk, rule in weights.rules(rank)}
+    expected = {
+        (chunk, rule.local): local_shape(rule, weights.shard(rule, rank)[1]) for chunk, rule in weights.rules(rank)
+    }
     actual = {
         (i, name): tuple(param.shape) for i, chunk in enumerate(chunks) for name, param in chunk.named_parameters()
     }
@@ -113,9 +129,12 @@ def _sources(weights: MegatronWeights) -> dict[str, list[_Part]]:
     """For every Hugging Face tensor, the parts that make it up, each held by exactly one chosen rank."""
     parts: dict[str, list[_Part]] = {}
     seen: set[tuple[str, Box]] = set()
-    for rank in weights.layout.replica_ranks(0):
-        if weights.layout.coordinates(rank).cp:
-            continue
+    layout = weights.layout
+    ranks = range(layout.world) if weights.spec.moe else layout.replica_ranks(0)
+    for rank in ranks:
+        where = layout.coordinates(rank)
+        if (where.dp or where.cp) and layout.expert_coordinates(rank)[2]:
+            continue  # holds nothing that an earlier rank does not hold too
         for chunk, piece in weights.pieces(rank):
             if (piece.hf, piece.hf_box) not in seen:
                 seen.add((piece.hf, piece.hf_box))

@@ -13,39 +13,50 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megappo.bridge.algebra import Box, slices
+from megappo.config.model_folder import export_problem
 from megappo.errors import UserError
 
 SHARD_BYTES = 4 << 30
+INDEX = "model.safetensors.index.json"
 # Tensors that some exporters write although they are derived from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Weights in any format: an export must not carry the source's along.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".index.json")
 
 
 class HFReader:
     """Random access to the tensors of a Hugging Face folder, one file or many, without loading them whole.
 
     Raises:
-        UserError: no safetensors, a truncated file, a tensor missing from the index or the files.
+        UserError: no safetensors, a damaged index, a file that is missing, unreadable, damaged or cut short.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._files: dict[Path, object] = {}
-        self.where = self._index()
+        self.where = self._locate()
 
-    def _index(self) -> dict[str, Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            files = {self.folder / file for file in names.values()}
-        else:
-            files = set(self.folder.glob("*.safetensors"))
+    def _locate(self) -> dict[str, Path]:
+        """The file of every tensor. As in transformers, `model.safetensors` comes before an index; what else lies
+        beside them (adapters, other formats) is not the model."""
+        whole, index = self.folder / "model.safetensors", self.folder / INDEX
+        promised = _read_index(index) if index.is_file() and not whole.is_file() else {}
+        others = [whole] if whole.is_file() else sorted(self.folder.glob("*.safetensors"))
+        files = sorted({self.folder / name for name in promised.values()}) or others
         if not files:
-            raise UserError(f"{self.folder} holds no *.safetensors: model.path must be a Hugging Face folder")
+            what = "holds no *.safetensors" if self.folder.is_dir() else "does not exist"
+            raise UserError(f"{self.folder} {what}: give a Hugging Face folder with safetensors weights")
         where: dict[str, Path] = {}
-        for file in sorted(files):
+        for file in files:
             for name in self._open(file).keys():  # noqa: SIM118 (safe_open is not a dict)
+                if name in where:
+                    raise UserError(f"{file}: tensor {name} is also in {where[name].name}; remove the stale file")
                 where[name] = file
+        for name, file in promised.items():
+            if where.get(name) != self.folder / file:
+                raise UserError(f"{index}: tensor {name} is not in {file} as it says: copy the folder again")
         return {name: file for name, file in where.items() if not name.endswith(_DERIVED)}
 
     def _open(self, file: Path):
@@ -53,33 +64,41 @@ class HFReader:
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except FileNotFoundError:
-                raise UserError(f"{file} is missing, though the index names it: copy the folder again") from None
-            except (SafetensorError, OSError) as err:
-                raise UserError(f"{file} is damaged or cut short ({err}): copy it again") from None
+                raise UserError(f"{file} is missing, though {INDEX} names it: copy the folder again") from None
+            except SafetensorError as err:
+                raise UserError(f"{file} is damaged or cut short ({_one_line(err)}): copy it again") from None
+            except OSError as err:
+                raise UserError(f"{file} cannot be read ({_one_line(err)}): check the file") from None
         return self._files[file]
 
     def check(self, shapes: dict[str, tuple[int, ...]], optional: Iterable[str] = ()) -> None:
         """The folder must hold exactly these tensors with these shapes; `optional` ones may be there or not.
 
         Raises:
-            UserError: naming the first tensor that is missing, unknown or of another shape.
+            UserError: naming the first tensor that is missing, unknown, of another shape or not of floating point.
         """
         optional = set(optional)
         for name, shape in shapes.items():
             if name not in self.where:
                 if name in optional:
                     continue
-                raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint")
-            actual = tuple(self._open(self.where[name]).get_slice(name).get_shape())
-            if actual != shape:
+                raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint: copy the folder again")
+            found = self._open(self.where[name]).get_slice(name)
+            if tuple(found.get_shape()) != shape:
                 raise UserError(
-                    f"{self.where[name]}: tensor {name} has shape {list(actual)}, config.json implies {list(shape)}"
+                    f"{self.where[name]}: tensor {name} has shape {found.get_shape()}, "
+                    f"config.json implies {list(shape)}: the two do not belong together"
+                )
+            if found.get_dtype() not in _FLOATS:
+                raise UserError(
+                    f"{self.where[name]}: tensor {name} has dtype {found.get_dtype()}: quantized weights are not "
+                    f"supported, give the model in bf16, fp16 or fp32"
                 )
         unknown = sorted(self.where.keys() - shapes.keys() - optional)
         if unknown:
             raise UserError(
                 f"{self.where[unknown[0]]}: tensor {unknown[0]} is not part of this architecture "
-                f"({len(unknown)} such tensors); it would be silently dropped"
+                f"({len(unknown)} such tensors) and would be lost: give the config.json that belongs to the weights"
             )
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -87,7 +106,25 @@ class HFReader:
         try:
             return self._open(self.where[name]).get_slice(name)[slices(box)]
         except SafetensorError as err:
-            raise UserError(f"{self.where[name]}: tensor {name} cannot be read ({err})") from None
+            raise UserError(f"{self.where[name]}: tensor {name} cannot be read ({_one_line(err)})") from None
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """`{tensor: file name}` of an index."""
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) and name == os.path.basename(name) for name in names.values()):
+            raise ValueError("it names files outside the folder")
+    except OSError as err:
+        raise UserError(f"{file} cannot be read ({_one_line(err)}): check the file") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise UserError(f"{file} is no safetensors index ({_one_line(err)}): copy the folder again") from None
+    return names
+
+
+def _one_line(err: Exception) -> str:
+    text = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+    return " ".join(text.split())
 
 
 def write_hf(
@@ -101,41 +138,59 @@ def write_hf(
 ) -> None:
     """Write a Hugging Face folder: weights from `tensors`, everything else copied from the folder `source`.
 
-    Written beside `out` and renamed, so a folder that exists is a whole one. Ranks that pass `write=False` only
-    drain `tensors` (which is a collective).
+    Written beside `out` and renamed, so a folder that exists is a whole one; an earlier export there stays until
+    then, and stays for good if anything fails. Ranks that pass `write=False` only drain `tensors` (which is a
+    collective).
 
     Raises:
-        UserError: the target cannot be written.
+        UserError: the target cannot be written, or is a folder that an export must not replace.
     """
     if not write:
         for _ in tensors:
             pass
         return
-    partial = out.with_name(out.name + ".partial")
+    wrong = export_problem(str(out), str(source))
+    if wrong:
+        raise UserError(f"cannot export to {out}: {wrong}")
+    target = Path(os.path.realpath(out))
+    partial = target.with_name(target.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_companions(source, partial)
-        config = json.loads((source / "config.json").read_text())
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         config.update({"dtype": _DTYPE_NAMES[dtype]} | (config_changes or {}))
         config.pop("torch_dtype", None)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_shards(tensors, partial, dtype)
-        previous = out.with_name(out.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        if out.exists():
-            os.replace(out, previous)
-        os.replace(partial, out)
-        shutil.rmtree(previous, ignore_errors=True)
-    except OSError as err:
-        raise UserError(f"cannot write {out}: {err.strerror or err}") from None
+        _replace(partial, target)
+    except (OSError, SafetensorError) as err:  # safetensors reports a full disk in its own type
+        at = f" ({err.filename})" if isinstance(err, OSError) and err.filename else ""
+        raise UserError(f"cannot write {out}: {_one_line(err)}{at}; nothing there was changed") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(partial: Path, target: Path) -> None:
+    """Put the finished folder in place; what was there before comes back if that fails."""
+    previous = target.with_name(target.name + ".previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    os.replace(target, previous)
+    try:
+        os.replace(partial, target)
+    except OSError:
+        os.replace(previous, target)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, chat template, generation settings, licence: everything small that is not weights."""
     for file in sorted(source.iterdir()):
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name != "config.json":
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
             shutil.copy2(file, target / file.name)
 
 
@@ -169,4 +224,4 @@ def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, dty
         os.replace(folder / f"part-{i:05d}.safetensors", folder / final)
         weight_map.update(dict.fromkeys(shard, final))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

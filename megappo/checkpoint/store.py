@@ -4,14 +4,16 @@
       latest                 name of the newest checkpoint
       iter_000010/           manifest.json, state.json, one folder a role, …
 
-A checkpoint is written as `iter_000010.partial`, gets a manifest of its files and sizes, and is renamed. A run that
-is killed at any moment leaves the previous checkpoint untouched.
+A checkpoint is written as `iter_000010.partial`, gets a manifest of its files and sizes, and is renamed; one that
+is deleted is renamed first. So a run that is killed at any moment leaves only whole checkpoints, and at least the
+previous one. What a kill left half done is removed by the next save.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import torch.distributed as dist
 
 from megappo.errors import UserError
 
-_PREFIX, _PARTIAL = "iter_", ".partial"
+_NAME = re.compile(r"iter_(\d{6,})")
+_PARTIAL = ".partial"  # not a checkpoint yet, or not any more
 
 
 class CheckpointStore:
@@ -30,22 +33,23 @@ class CheckpointStore:
         self.keep = keep
 
     def folder(self, iteration: int) -> Path:
-        return self.root / f"{_PREFIX}{iteration:06d}"
+        return self.root / f"iter_{iteration:06d}"
 
     def iterations(self) -> list[int]:
         """Iterations of the complete checkpoints, ascending."""
         if not self.root.is_dir():
             return []
-        names = [p.name for p in self.root.iterdir() if p.name.startswith(_PREFIX) and p.is_dir()]
-        return sorted(int(name[len(_PREFIX) :]) for name in names if not name.endswith(_PARTIAL))
+        names = [_NAME.fullmatch(p.name) for p in self.root.iterdir() if p.is_dir()]
+        return sorted(int(name[1]) for name in names if name)
 
     # -------------------------------------------------------------- writing
     def begin(self, iteration: int) -> Path:
         """An empty folder to write a checkpoint into. Collective."""
-        partial = self.folder(iteration).with_name(self.folder(iteration).name + _PARTIAL)
+        partial = _partial(self.folder(iteration))
         if _rank() == 0:
             try:
-                shutil.rmtree(partial, ignore_errors=True)
+                for left in self.root.glob(f"*{_PARTIAL}"):
+                    shutil.rmtree(left, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as err:
                 raise UserError(f"cannot write {partial} ({err.strerror}): check trainer.output_dir") from None
@@ -57,16 +61,36 @@ class CheckpointStore:
         _barrier()
         final = self.folder(iteration)
         if _rank() == 0:
-            partial = final.with_name(final.name + _PARTIAL)
+            partial = _partial(final)
             write_json(partial / "manifest.json", {"files": _sizes(partial)})
+            replaced = final.with_name(f"{final.name}.replaced{_PARTIAL}")
             if final.exists():
-                shutil.rmtree(final)
+                os.replace(final, replaced)
             os.replace(partial, final)
             _write_atomically(self.root / "latest", final.name + "\n")
+            shutil.rmtree(replaced, ignore_errors=True)
             for old in self.iterations()[: -self.keep]:
-                shutil.rmtree(self.folder(old), ignore_errors=True)
+                os.replace(self.folder(old), _partial(self.folder(old)))
+                shutil.rmtree(_partial(self.folder(old)), ignore_errors=True)
         _barrier()
         return final
+
+    def set_aside(self) -> Path | None:
+        """Rename a folder that holds checkpoints to the first free `checkpoints.N`; returns it. Collective.
+
+        A new run in the folder of an earlier one must neither continue from its checkpoints nor delete them.
+        """
+        if not self.iterations():
+            return None
+        number = 1
+        while self.root.with_name(f"{self.root.name}.{number}").exists():
+            number += 1
+        aside = self.root.with_name(f"{self.root.name}.{number}")
+        _barrier()  # every rank has chosen the name
+        if _rank() == 0:
+            os.replace(self.root, aside)
+        _barrier()
+        return aside
 
     # -------------------------------------------------------------- reading
     def latest(self) -> Path | None:
@@ -84,6 +108,10 @@ class CheckpointStore:
             previous = f"iteration {iterations[-2]}" if len(iterations) > 1 else "the start"
             raise UserError(f"checkpoint {newest} is damaged: {problem}; delete it to continue from {previous}")
         return newest
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + _PARTIAL)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -15,7 +15,6 @@ def check_layout(
     PP 2 with VPP 2 needs overlapped point-to-point messages to be right; the engine sets that itself, so
     it is accepted here. A vocabulary that TP does not divide is accepted too (it is padded).
     """
-    yield from _not_supported_yet(prefix, parallel)
     size = parallel.model_parallel_size
     if world_size is not None and world_size % size:
         tp, pp, cp = (
@@ -25,20 +24,45 @@ def check_layout(
         )
         text = f"tensor x pipeline x context = {tp} x {pp} x {cp} = {size} ranks do not divide the {world_size}"
         yield Problem(f"{prefix}.tensor_model_parallel_size", f"{text} of this run; change one of them", tp)
+    elif world_size is not None and facts is not None and facts.experts:
+        yield from _check_stage(prefix, parallel, world_size)
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         text = "has no effect at tensor_model_parallel_size 1: ignored"
         yield Problem(f"{prefix}.sequence_parallel", text, True, note=True)
     if facts is not None:
         yield from _check_widths(prefix, parallel.tensor_model_parallel_size, facts)
+        yield from _check_experts(prefix, parallel, facts)
     yield from _check_depth(prefix, parallel, facts.layers if facts else None)
 
 
-def _not_supported_yet(prefix: str, parallel: ParallelConfig) -> Iterator[Problem]:
-    """The one place that refuses what the engine cannot do yet; delete lines as it learns."""
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        value = getattr(parallel, name)
-        if value > 1:
-            yield Problem(f"{prefix}.{name}", "more than 1 is not supported yet; set it to 1", value)
+def _check_experts(prefix: str, parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Problem]:
+    """Do the experts fit expert and expert-tensor parallelism, and does megatron-core run them so?"""
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    if facts.experts is None:
+        if ep > 1:
+            text = "the model has no experts to share out; set it to 1"
+            yield Problem(f"{prefix}.expert_model_parallel_size", text, ep)
+        return
+    if facts.experts % ep:
+        text = f"must divide the model's {facts.experts} experts"
+        yield Problem(f"{prefix}.expert_model_parallel_size", text, ep)
+    if facts.expert_ffn is not None and facts.expert_ffn % etp:
+        text = f"must divide the experts' {facts.expert_ffn} feed-forward columns"
+        yield Problem(f"{prefix}.expert_tensor_parallel_size", text, etp)
+    if tp > 1 and not parallel.sequence_parallel:
+        text = "megatron-core trains experts at tensor_model_parallel_size > 1 only with it; set it to true"
+        yield Problem(f"{prefix}.sequence_parallel", text, False)
+
+
+def _check_stage(prefix: str, parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
+    """The ranks of one pipeline stage are dealt out a second time for the experts."""
+    stage = world_size // parallel.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if stage % (ep * etp):
+        text = f"expert x expert-tensor = {ep} x {etp} ranks do not divide the {stage} of a pipeline stage; change one"
+        yield Problem(f"{prefix}.expert_model_parallel_size", text, ep)
 
 
 def _check_widths(prefix: str, tp: int, facts: ModelFacts) -> Iterator[Problem]:
@@ -71,18 +95,17 @@ def _check_depth(prefix: str, parallel: ParallelConfig, layers: int | None) -> I
         name, count = next(iter(ends.items()))
         yield Problem(f"{prefix}.{name}", "an uneven split needs a pipeline; remove it", count)
         return
-    for name, count in ends.items():
-        if count % vpp:
-            text = f"must be a multiple of virtual_pipeline_model_parallel_size ({vpp})"
-            yield Problem(f"{prefix}.{name}", text, count)
+    if ends and vpp > 1:
+        text = "an interleaved pipeline with uneven stages is not supported; remove one of the two"
+        yield Problem(f"{prefix}.virtual_pipeline_model_parallel_size", text, vpp)
+        return
     if layers is None:
         return
     rest, stages = layers - sum(ends.values()), pp - len(ends)
-    chunks = stages * vpp
-    if not ends and layers % chunks:
+    if not ends and layers % (pp * vpp):
         what = f"pipeline x virtual = {pp} x {vpp}" if vpp > 1 else f"{pp} pipeline stages"
         text = f"{what} do not divide the model's {layers} layers; change it, or set the first stage's"
         yield Problem(key, text, pp)
-    elif ends and (rest < 0 or (rest > 0 if stages == 0 else rest % chunks or rest == 0)):
-        text = f"{rest} layers are left for the {stages} other stages ({vpp} chunks each); change the split"
+    elif ends and (rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0)):
+        text = f"{rest} layers are left for the {stages} other stages; change the split"
         yield Problem(key, text, pp)

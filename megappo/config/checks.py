@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.check_layout import check_layout
-from megappo.config.model_folder import ModelFacts, read_model_folder, tokenizer_problem
+from megappo.config.model_folder import ModelFacts, export_problem, read_model_folder, tokenizer_problem
 from megappo.config.problems import Problem
 from megappo.config.schema.actor import ActorConfig
 from megappo.config.schema.critic import CriticConfig
@@ -114,8 +114,11 @@ def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
     }
     if kind == "sft":
         folders = {"trainer.output_dir": config.trainer.output_dir}
-        if config.sft is not None:
+        if config.sft is not None and config.sft.export_path:
             folders["sft.export_path"] = config.sft.export_path
+            wrong = export_problem(config.sft.export_path, config.model.path)
+            if wrong:
+                yield Problem("sft.export_path", wrong, config.sft.export_path)
     for key, folder in folders.items():
         wrong = _not_writable(folder) if folder else None
         if wrong:
@@ -218,12 +221,18 @@ def _check_policy_loss(config: ExperimentConfig) -> Iterator[Problem]:
     if actor.policy_loss == "reinforce" and actor.ppo_epochs > 1:
         text = "REINFORCE does not correct for a changed policy: more than one epoch is biased"
         yield Problem("actor.ppo_epochs", text, actor.ppo_epochs, note=True)
+    if actor.policy_loss == "gspo" and actor.parallel.context_parallel_size > 1:
+        text = "GSPO's ratio needs whole sequences on a rank: set actor.parallel.context_parallel_size to 1"
+        yield Problem("actor.policy_loss", text, actor.policy_loss)
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         text = "the KL loss has weight 0: a reference is run for the metric only"
         yield Problem("actor.kl_loss_coef", text, actor.kl_loss_coef, note=True)
 
 
 # --- lengths and batches -------------------------------------------------------------------------------
+
+
+_NO_WINDOW = "which is not supported; shorten the samples to that"
 
 
 def _check_lengths(config: ExperimentConfig, facts: dict[str, ModelFacts | None]) -> Iterator[Problem]:
@@ -234,6 +243,11 @@ def _check_lengths(config: ExperimentConfig, facts: dict[str, ModelFacts | None]
     if limits and min(limits)[0] < longest:
         limit, role = min(limits)
         text = f"{said} but the {role} model ends at {limit}; lower max_prompt_length or max_response_length"
+        yield Problem("data.max_response_length", text, data.max_response_length)
+    windows = [(f.window, role) for role, f in facts.items() if f is not None and f.window]
+    if windows and min(windows)[0] < longest:
+        window, role = min(windows)
+        text = f"{said} but the {role} model attends to the last {window} only (sliding_window), {_NO_WINDOW}"
         yield Problem("data.max_response_length", text, data.max_response_length)
     budgets: list[tuple[str, int | None]] = []
     if config.actor.use_dynamic_bsz:
@@ -324,6 +338,9 @@ def _check_sft(config: ExperimentConfig, world_size: int | None) -> Iterator[Pro
     limit = facts.max_positions if facts else None
     if limit is not None and sft.max_length > limit:
         yield Problem("sft.max_length", f"the model ends at {limit} tokens; lower it", sft.max_length)
+    if facts and facts.window and sft.max_length > facts.window:
+        text = f"the model attends to the last {facts.window} tokens only (sliding_window), {_NO_WINDOW}"
+        yield Problem("sft.max_length", text, sft.max_length)
     if sft.use_dynamic_bsz and sft.max_token_len_per_gpu < sft.max_length:
         text = f"is less than sft.max_length ({sft.max_length}); raise it or shorten max_length"
         yield Problem("sft.max_token_len_per_gpu", text, sft.max_token_len_per_gpu)

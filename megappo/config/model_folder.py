@@ -12,6 +12,8 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -26,6 +28,9 @@ class ModelFacts:
     kv_heads: int | None
     ffn: int | None
     max_positions: int | None  # tokens
+    window: int | None = None  # tokens that attention looks back on, None: all
+    experts: int | None = None  # experts in each layer, None: dense
+    expert_ffn: int | None = None
 
 
 def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
@@ -74,7 +79,38 @@ def _facts(config: dict[str, Any]) -> ModelFacts:
         kv_heads=number("num_key_value_heads") or heads,
         ffn=number("intermediate_size"),
         max_positions=_max_positions(config, number("max_position_embeddings")),
+        window=attention_window(config),
+        experts=number("num_experts") or number("num_local_experts"),
+        expert_ffn=number("moe_intermediate_size") or number("intermediate_size"),
     )
+
+
+def attention_window(config: dict[str, Any]) -> int | None:
+    """Tokens that sliding-window attention sees, None when it sees all; defaults as in transformers."""
+    names = config.get("architectures") or []
+    if "MistralForCausalLM" in names:
+        return config.get("sliding_window", 4096)
+    if "MixtralForCausalLM" in names or config.get("use_sliding_window"):
+        return config.get("sliding_window")
+    return None
+
+
+def export_problem(folder: str, source: str) -> str | None:
+    """Why an export may not be written to (or replace) `folder`, or None. An earlier export is replaced.
+
+    `source` is the model folder that the export's configuration and tokenizer are copied from.
+    """
+    path, origin = os.path.realpath(folder), os.path.realpath(source)
+    if origin == path or origin.startswith(os.path.join(path, "")):
+        return f"would replace the model in {source}; choose another folder"
+    if not os.path.lexists(path):
+        return None
+    if not os.path.isdir(path):
+        return "is a file; choose another folder"
+    inside = sorted(os.listdir(path))
+    if inside and "config.json" not in inside:
+        return f"holds other files ({inside[0]}) and is no model folder; choose another one"
+    return None
 
 
 def _max_positions(config: dict[str, Any], plain: int | None) -> int | None:

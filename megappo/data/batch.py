@@ -47,6 +47,11 @@ class SampleInfo:
         """Cut by the length limit (bool): the episode did not end there."""
         return self.finish_reason == FINISH_REASONS.index("length")
 
+    @property
+    def aborted(self) -> np.ndarray:
+        """Given up by the rollout engine (bool): nothing of it is trained on."""
+        return self.finish_reason == FINISH_REASONS.index("abort")
+
 
 @dataclass(frozen=True)
 class Placement:

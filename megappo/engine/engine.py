@@ -17,7 +17,7 @@ from megappo.checkpoint.hf import HFReader
 from megappo.config.schema.optim import OptimConfig
 from megappo.data.batch import Placement, RolloutBatch
 from megappo.engine.losses import Loss, LossOutput
-from megappo.engine.micro import MicroBatch, prepare
+from megappo.engine.micro import MicroBatch, RowFormat, prepare
 from megappo.engine.optimizer import RoleOptimizer
 from megappo.models.build import build_model
 from megappo.models.spec import ModelSpec
@@ -38,6 +38,7 @@ class EngineOptions:
     temperature: float = 1.0
     recompute: Literal["selective", "full"] | None = None
     distributed_optimizer: bool = True
+    router_aux_loss_coef: float = 0.0
 
 
 @dataclass
@@ -70,11 +71,16 @@ class ModelEngine:
         self.device = backend.device()
         self.context = parallel_context(layout)
         self.thd = backend.has_transformer_engine()
-        self.weights = MegatronWeights(spec, layout, critic=options.critic, fused_norms=self.thd)
+        self.weights = MegatronWeights(spec, layout, critic=options.critic, fused=self.thd)
         self.optimizer: RoleOptimizer | None = None
         with self.context:
             self.chunks = build_model(
-                spec, self.context, options.dtype, critic=options.critic, recompute=options.recompute
+                spec,
+                self.context,
+                options.dtype,
+                critic=options.critic,
+                recompute=options.recompute,
+                aux_loss_coeff=options.router_aux_loss_coef if optim is not None else 0.0,
             )
             self.config = self.chunks[0].config
             self.models = self._wrap(optim, total_steps) if optim is not None else self._freeze()
@@ -145,15 +151,18 @@ class ModelEngine:
         """Feed micro-batches through megatron's pipeline schedule; `handle(micro, output) → loss` on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        multiple = self.layout.tp if self.config.sequence_parallel else 1
-        micros = [
-            prepare(batch, samples, columns, device=self.device, multiple=multiple, thd=self.thd)
-            for samples in micro_batches
-        ]
+        row = RowFormat(
+            multiple=self.layout.tp if self.config.sequence_parallel else 1,
+            cp=self.layout.cp,
+            cp_rank=self.context.coords.cp,
+            thd=self.thd,
+        )
+        micros = [prepare(batch, samples, columns, row, self.device) for samples in micro_batches]
 
         def forward_step(iterator, model):
             micro = next(iterator)
-            output = model(micro.tokens, None, None, packed_seq_params=micro.packed)
+            extra = self._router_padding(micro, model) if self.balances_experts else {}
+            output = model(micro.tokens, None, None, packed_seq_params=micro.packed, **extra)
 
             def loss_func(out):
                 loss = handle(micro, out)
@@ -173,6 +182,20 @@ class ModelEngine:
                 micro_batch_size=1,
                 forward_only=not train,
             )
+
+    @property
+    def balances_experts(self) -> bool:
+        """Is the router's auxiliary loss on?"""
+        return self.optimizer is not None and bool(self.spec.moe) and self.options.router_aux_loss_coef > 0
+
+    def _router_padding(self, micro: MicroBatch, model) -> dict[str, Tensor]:
+        """Padding must not count in the experts' load. megatron scatters the mask itself, on the first stage only."""
+        from megatron.core.utils import unwrap_model
+
+        padding = micro.padding
+        if self.config.sequence_parallel and not unwrap_model(model).pre_process:
+            padding = padding.chunk(self.layout.tp, dim=1)[self.context.coords.tp]
+        return {"padding_mask": padding}
 
     def _rows(self, micro: MicroBatch, output: Tensor) -> Tensor:
         """The output (hidden states of a policy, values of a critic) at the rows that are scored."""
@@ -204,19 +227,22 @@ class ModelEngine:
                 picked, _ = vocab.token_logprobs(
                     picked, self.chunks[-1].head_weight(), micro.targets, **self._head_options()
                 )
-            elif micro.samples:
-                lasts[[position[s] for s in micro.samples]] = output.reshape(-1)[micro.last].float()
+            elif micro.last_samples:
+                lasts[[position[s] for s in micro.last_samples]] = output.reshape(-1)[micro.last].float()
             columns[micro.index.to(self.device)] = picked.float()
             return torch.zeros((), device=self.device)
 
         for chunk in self.chunks:
             chunk.eval()
         self._run(batch, micro_batches, (), handle, train=False)
-        result = self._from_last_stage(result).cpu()
+        result = self._share_with_replica(result).cpu()
         columns, lasts = result[: len(batch["tokens"])], result[len(batch["tokens"]) :]
         return {"logprobs": columns} if want == "logprobs" else {"values": columns, "last_values": lasts}
 
-    def _from_last_stage(self, result: Tensor) -> Tensor:
+    def _share_with_replica(self, result: Tensor) -> Tensor:
+        """Each context-parallel rank filled its tokens, on the last stage only; all ranks of the replica get them."""
+        if self.layout.cp > 1 and self.context.is_last_stage:
+            dist.all_reduce(result, group=self.context.cp_group)
         if self.layout.pp > 1:
             dist.broadcast(result, src=self.context.last_stage_rank, group=self.context.pp_group)
         return result
@@ -253,9 +279,16 @@ class ModelEngine:
                 maxima[name] = torch.maximum(maxima[name], part.maxima[name])
             return part.loss
 
-        def handle(micro: MicroBatch, output: Tensor) -> Tensor:
-            return self._loss(micro, self._rows(micro, output), loss, collect)
+        tokens = int(batch.info.length[mini_batch].sum())
 
+        def handle(micro: MicroBatch, output: Tensor) -> Tensor:
+            part = self._loss(micro, self._rows(micro, output), loss, collect)
+            return part * tokens if self.balances_experts else part
+
+        if self.balances_experts:
+            # megatron adds up (auxiliary loss of a micro-batch x its tokens): 1/tokens makes that a mean, and is
+            # undone for our own loss, to which megatron applies it too.
+            self.config.grad_scale_func = lambda x: x / tokens
         for chunk in self.chunks:
             chunk.train()
         with self.context:
@@ -293,9 +326,9 @@ class ModelEngine:
     # -------------------------------------------------------------- who reports
     @property
     def reports(self) -> bool:
-        """True on the one rank of each data-parallel replica whose metric sums count."""
+        """True on the ranks whose metric sums count: each context-parallel part of each replica once."""
         c = self.context.coords
-        return c.tp == 0 and c.cp == 0 and self.context.is_last_stage
+        return c.tp == 0 and self.context.is_last_stage
 
     def placement(self, owner) -> Placement:
         """Samples spread over this role's data-parallel replicas."""

@@ -14,63 +14,91 @@ from megappo.models.layers import PackedSequences, pack
 
 @dataclass
 class MicroBatch:
-    """One packed row on the device.
+    """One packed row on the device, or this context-parallel rank's part of it.
 
     Attributes:
-        tokens: `[1, total]`, padded at the end by a sequence of its own where the layout needs it.
+        tokens: `[1, local]`, padded where the layout needs it.
+        padding: `[1, local]` bool, True on padding.
         packed: boundaries for attention and rotary positions.
         targets: `[rows]` ids of the tokens that are scored.
-        rows: `[rows]` position in the row whose hidden state predicts each target (one before it).
+        rows: `[rows]` position in `tokens` whose hidden state predicts each target (one before it).
         index: `[rows]` position of each target in the batch's local columns (on CPU).
         cu_rows: `[samples + 1]` boundaries of the samples in `rows`.
-        last: `[samples]` position in the row of each sample's last token, for bootstrapping.
-        samples: indices into the batch's metadata.
+        last: position in `tokens` of the last token of each of `last_samples`, for bootstrapping.
         columns: what the loss reads, cut to `rows`.
     """
 
     tokens: Tensor
+    padding: Tensor
     packed: PackedSequences
     targets: Tensor
     rows: Tensor
     index: Tensor
     cu_rows: Tensor
     last: Tensor
-    samples: list[int]
+    last_samples: list[int]
     columns: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """What a layout wants of a row.
+
+    `multiple`: this rank's tokens must be a multiple (sequence parallelism). `cp`, `cp_rank`: context parallelism.
+    `thd`: Transformer Engine's packed format.
+    """
+
+    multiple: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    thd: bool = False
+
+    def padded(self, lengths: list[int]) -> list[int]:
+        """Row lengths of the sequences; a last sequence made of padding alone where one is needed."""
+        unit = 2 * self.cp if self.cp > 1 else 1
+        rounded = [-(-length // unit) * unit for length in lengths]
+        local, extra = sum(rounded) // self.cp, 0
+        while (local + extra * unit // self.cp) % self.multiple or local + extra == 0:
+            extra += 1
+        return rounded + ([extra * unit] if extra else [])
+
+
 def prepare(
-    batch: RolloutBatch,
-    samples: list[int],
-    columns: Iterable[str],
-    *,
-    device: torch.device,
-    multiple: int,
-    thd: bool,
+    batch: RolloutBatch, samples: list[int], columns: Iterable[str], row: RowFormat, device: torch.device
 ) -> MicroBatch:
-    """Pack `samples` into one row whose length is a multiple of `multiple`; none of them gives a dummy row.
+    """Pack `samples` into one row; none of them gives a dummy row without anything to score.
 
     Only tokens with loss mask 1 that have a predecessor become rows.
     """
     lengths = [int(batch.info.length[s]) for s in samples]
-    total = sum(lengths)
+    padded = row.padded(lengths)
+    packed = pack(padded, device, thd=row.thd, cp=row.cp, cp_rank=row.cp_rank)
+    starts = torch.tensor([0, *padded]).cumsum(0)
     index = batch.token_index(samples)
-    padding = -total % multiple or (0 if total else multiple)
-    tokens = torch.cat([batch["tokens"][index], torch.zeros(padding, dtype=torch.int64)])
-    starts = torch.zeros(len(samples) + 1, dtype=torch.int64)
-    starts[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    wanted = batch["loss_mask"][index].clone()
-    wanted[starts[:-1]] = False  # the first token of a sample has nothing before it
-    where = wanted.nonzero().squeeze(1)
-    local = index[where]
+    # Where the real tokens sit in the padded row.
+    place = torch.cat(
+        [torch.arange(length) + start for length, start in zip(lengths, starts.tolist(), strict=False)] or [index]
+    )
+    tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    tokens[place] = batch["tokens"][index]
+    real = torch.zeros(len(tokens), dtype=torch.bool)
+    real[place] = True
+    here = torch.full((len(tokens),), -1)
+    here[packed.local] = torch.arange(len(packed.local))
+
+    wanted = batch["loss_mask"][index] & ~torch.isin(place, starts)  # a first token has nothing before it
+    wanted &= here[(place - 1).clamp(min=0)] >= 0  # predicted on this context-parallel rank
+    target, local = place[wanted], index[wanted]
+    last = here[starts[: len(lengths)] + torch.tensor(lengths, dtype=torch.int64) - 1]
     return MicroBatch(
-        tokens=tokens[None].to(device),
-        packed=pack(lengths + ([padding] if padding else []), device, thd=thd),
-        targets=tokens[where].to(device),
-        rows=(where - 1).to(device),
+        tokens=tokens[packed.local][None].to(device),
+        padding=~real[packed.local][None].to(device),
+        packed=packed,
+        targets=tokens[target].to(device),
+        rows=here[target - 1].to(device),
         index=local,
-        cu_rows=torch.searchsorted(where, starts).to(device),
-        last=(starts[1:] - 1).to(device),
-        samples=samples,
+        cu_rows=torch.searchsorted(target, starts[: len(lengths) + 1]).to(device),
+        last=last[last >= 0].to(device),
+        last_samples=[s for s, at in zip(samples, last.tolist(), strict=True) if at >= 0],
         columns={name: batch[name][local].to(device) for name in columns},
     )

@@ -25,8 +25,32 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Recompute = Literal["selective", "full"] | None
 
 
+def _moe_options(spec: ModelSpec, layout: ParallelLayout, aux_loss_coeff: float) -> dict:
+    """megatron-core's settings for a mixture of experts; without Transformer Engine experts run one after another."""
+    if spec.moe is None:
+        return {}
+    moe = spec.moe
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        # Softmax over the chosen logits alone makes their probabilities sum to 1.
+        "moe_router_pre_softmax": not moe.normalize,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": aux_loss_coeff,
+        "moe_grouped_gemm": backend.has_transformer_engine(),
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
 def transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute = None
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    recompute: Recompute = None,
+    aux_loss_coeff: float = 0.0,
 ) -> TransformerConfig:
     """The megatron-core configuration of a model in a layout. Why the less obvious settings are what they are:
 
@@ -76,13 +100,17 @@ def transformer_config(
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
+        **_moe_options(spec, layout, aux_loss_coeff),
     )
 
 
 def _layer_specs(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None):
+    experts = spec.moe.num_experts if spec.moe else None
     if backend.has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=spec.qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=bool(experts), qk_layernorm=spec.qk_norm
+        )
+    layer = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=spec.qk_norm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -100,13 +128,14 @@ def build_model(
     *,
     critic: bool = False,
     recompute: Recompute = None,
+    aux_loss_coeff: float = 0.0,
 ) -> list[PolicyModel] | list[CriticModel]:
     """This rank's model chunks (one, or `vpp` of them), randomly initialised, on this rank's device.
 
     Call inside `with context:`.
     """
     layout, rank = context.layout, context.rank
-    config = transformer_config(spec, layout, dtype, recompute)
+    config = transformer_config(spec, layout, dtype, recompute, aux_loss_coeff)
     inv_freq = rotary_frequencies(spec.path).to(backend.device())
     chunks = []
     for chunk in range(layout.vpp):

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megappo.parallel import backend
 
 backend.install()  # before the first import of megatron-core
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 # A group may hold at most this many times its real tokens; more would waste quadratic attention work.
@@ -43,34 +45,69 @@ class AttentionGroup:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Boundaries of the sequences packed into one row of `total` tokens, with what attention derives from them.
+    """Boundaries of the sequences packed into one row, with what attention derives from them.
 
     `qkv_format` stays "sbhd" for the torch layers (they handle the boundaries themselves) and is "thd" for
-    Transformer Engine.
+    Transformer Engine. Under context parallelism the row is this rank's part of it; `cu_seqlens_*` speak of the whole.
+
+    Attributes:
+        positions: `[local tokens]` position of each token in its sequence.
+        local: `[local tokens]` where this rank's tokens sit in the whole row.
+        groups, restore: sequences of similar length attended to together, and the way back to the row's order.
+        spans: under context parallelism, for each sequence `(start in the local row, chunk length, start in the row)`.
+        natural: under context parallelism, `[whole row]` index of each token in the keys gathered from all ranks.
     """
 
     positions: Tensor | None = None
+    local: Tensor | None = None
     groups: list[AttentionGroup] = field(default_factory=list)
     restore: Tensor | None = None
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    natural: Tensor | None = None
 
 
-def pack(lengths: list[int], device: torch.device, *, thd: bool = False) -> PackedSequences:
-    """Describe a packed row: sequence `i` has `lengths[i]` (>= 1) tokens, one after the other."""
-    cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+def pack(
+    lengths: list[int], device: torch.device, *, thd: bool = False, cp: int = 1, cp_rank: int = 0
+) -> PackedSequences:
+    """Describe a packed row: sequence `i` has `lengths[i]` (>= 1) tokens, one after the other.
+
+    With context parallelism every length must be a multiple of `2·cp`: each sequence is cut into `2·cp` chunks and
+    rank r takes chunks r and `2·cp − 1 − r`, so that all ranks have the same causal work.
+    """
+    cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    cu[1:] = torch.tensor(lengths).cumsum(0)
     longest = max(lengths)
-    positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1].long(), torch.tensor(lengths))
+    positions = torch.arange(int(cu[-1])) - torch.repeat_interleave(cu[:-1], torch.tensor(lengths))
+    local = torch.arange(int(cu[-1])) if cp == 1 else _zigzag(lengths, cu, cp, cp_rank)
+    boundaries = cu.to(device, torch.int32)
     packed = PackedSequences(
         qkv_format="thd" if thd else "sbhd",
-        cu_seqlens_q=cu.to(device),
-        cu_seqlens_kv=cu.to(device),
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions.to(device),
+        positions=positions[local].to(device),
+        local=local,
     )
-    if not thd:
-        packed.groups, packed.restore = _attention_groups(lengths, cu.long(), device)
+    if cp > 1:
+        chunks = [length // (2 * cp) for length in lengths]
+        starts = torch.tensor([0, *chunks]).cumsum(0) * 2
+        packed.spans = list(zip(starts.tolist(), chunks, cu.tolist(), strict=False))
+        gathered = torch.cat([_zigzag(lengths, cu, cp, rank) for rank in range(cp)])
+        packed.natural = torch.argsort(gathered).to(device)
+    elif not thd:
+        packed.groups, packed.restore = _attention_groups(lengths, cu, device)
     return packed
+
+
+def _zigzag(lengths: list[int], starts: Tensor, cp: int, rank: int) -> Tensor:
+    """Positions in the row of the tokens of one context-parallel rank, sequence by sequence."""
+    parts = []
+    for length, start in zip(lengths, starts.tolist(), strict=False):
+        chunk = length // (2 * cp)
+        for k in (rank, 2 * cp - 1 - rank):
+            parts.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
+    return torch.cat(parts)
 
 
 def _attention_groups(lengths: list[int], starts: Tensor, device) -> tuple[list[AttentionGroup], Tensor | None]:
@@ -120,10 +157,12 @@ class PackedAttention(MegatronModule):
         attention_type,
         attention_dropout=None,
         softmax_scale=None,
+        pg_collection=None,
         **_,
     ):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -135,10 +174,12 @@ class PackedAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query `[total, 1, heads, dim]`, key and value `[total, 1, kv_heads, dim]` → `[total, 1, heads·dim]`."""
+        """query `[local, 1, heads, dim]`, key and value `[local, 1, kv_heads, dim]` → `[local, 1, heads·dim]`."""
         if packed_seq_params is None:
             raise RuntimeError("PackedAttention needs packed_seq_params; call the model through ModelEngine")
         query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if self.cp_group is not None:
+            return self._attend_context_parallel(query, key, value, packed_seq_params)
         outs = [self._attend(query, key, value, group) for group in packed_seq_params.groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if packed_seq_params.restore is not None:
@@ -163,6 +204,33 @@ class PackedAttention(MegatronModule):
         )
         out = out.transpose(1, 2).reshape(n * longest, query.shape[1], -1)
         return out if group.keep is None else out.index_select(0, group.keep)
+
+    def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Gather the keys and values of all ranks; each of this rank's chunks attends to what precedes its end."""
+        key, value = (
+            gather_from_sequence_parallel_region(x, group=self.cp_group).index_select(0, packed.natural)
+            for x in (key, value)
+        )
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        outs = []
+        for start, chunk, row in packed.spans:
+            for number, begin in ((rank, start), (2 * cp - 1 - rank, start + chunk)):
+                end = row + (number + 1) * chunk
+                outs.append(self._attend_chunk(query[begin : begin + chunk], key[row:end], value[row:end]))
+        return torch.cat(outs).reshape(query.shape[0], 1, -1)
+
+    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of the last `len(query)` positions of a sequence to all of `key`."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=causal_lower_right(len(query), len(key)),
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[0].transpose(0, 1)
 
 
 class RMSNorm(torch.nn.Module):
@@ -196,6 +264,6 @@ class PackedRotary(torch.nn.Module):
         return len(packed_seq_params.positions)
 
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles `[total, 1, 1, head_dim]` in fp32."""
+        """Angles `[local tokens, 1, 1, head_dim]` in fp32."""
         angles = self._positions.float()[:, None] * self.inv_freq
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

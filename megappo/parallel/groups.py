@@ -43,6 +43,8 @@ class ParallelContext:
                 pipeline_model_parallel_size=layout.pp,
                 virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
                 context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             self._state = self._grab()

@@ -1,13 +1,14 @@
 """Pure rank arithmetic: which rank holds which coordinates and which layers. No torch.distributed.
 
 Megatron-core orders ranks `tp-cp-dp-pp`, tensor parallel fastest:
-`rank = tp + TP·(cp + CP·(dp + DP·pp))`.
+`rank = tp + TP·(cp + CP·(dp + DP·pp))`. Experts divide the same ranks of a stage anew, expert-tensor parallel
+fastest: `rank = etp + ETP·(ep + EP·(edp + EDP·pp))`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 
@@ -31,6 +32,7 @@ class ParallelLayout:
         vpp: virtual pipeline chunks per stage (1 = not interleaved).
         sequence_parallel: sequence-parallel norms; only meaningful with tp > 1.
         first_stage_layers, last_stage_layers: explicit layer counts of uneven pipelines.
+        ep, etp: expert- and expert-tensor-parallel sizes; only meaningful for mixtures of experts.
     """
 
     world: int = 1
@@ -38,15 +40,21 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     vpp: int = 1
-    sequence_parallel: bool = field(default=False, compare=True)
+    sequence_parallel: bool = False
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self):
         if self.world % (self.tp * self.pp * self.cp):
             raise ValueError(
                 f"{self.world} ranks cannot be divided into tp {self.tp} x pp {self.pp} x cp {self.cp}: "
                 f"use a multiple of {self.tp * self.pp * self.cp} ranks"
+            )
+        if (self.world // self.pp) % (self.ep * self.etp):
+            raise ValueError(
+                f"the {self.world // self.pp} ranks of a pipeline stage cannot be divided into ep {self.ep} x etp {self.etp}"
             )
 
     @property
@@ -63,26 +71,32 @@ class ParallelLayout:
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
+    def expert_coordinates(self, rank: int) -> tuple[int, int, int]:
+        """`(etp, ep, edp)`: slice of an expert's matrices, share of the experts, replica of both."""
+        rest, etp = divmod(rank % (self.world // self.pp), self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return etp, ep, edp
+
     def replica_ranks(self, dp: int) -> list[int]:
         """Every rank (all tp, cp, pp) of one data-parallel replica, ascending."""
         grid = product(range(self.pp), range(self.cp), range(self.tp))
         return sorted(self.rank(tp=t, cp=c, dp=dp, pp=p) for p, c, t in grid)
 
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Global indices of the decoder layers in virtual chunk `chunk` of pipeline stage `pp`."""
-        if self.vpp > 1:
-            per_chunk = num_layers // (self.pp * self.vpp)
-            start = (chunk * self.pp + pp) * per_chunk
-            return range(start, start + per_chunk)
-        counts = self.stage_layers(num_layers)
-        start = sum(counts[:pp])
+        """Global indices of the decoder layers in virtual chunk `chunk` of pipeline stage `pp`.
+
+        Raises:
+            ValueError: as `stage_layers`.
+        """
+        counts = [count // self.vpp for count in self.stage_layers(num_layers)]
+        start = chunk * sum(counts) + sum(counts[:pp])
         return range(start, start + counts[pp])
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Number of layers on each pipeline stage.
+        """Number of layers on each pipeline stage, a multiple of `vpp`.
 
         Raises:
-            ValueError: the layers cannot be divided evenly over the stages left to divide.
+            ValueError: the layers cannot be divided evenly over the stages left to divide, or over a stage's chunks.
         """
         counts: list[int | None] = [None] * self.pp
         if self.first_stage_layers is not None:
@@ -93,7 +107,10 @@ class ParallelLayout:
         rest = num_layers - sum(count for count in counts if count is not None)
         if (rest and not open_stages) or (open_stages and (rest <= 0 or rest % len(open_stages))):
             raise ValueError(f"{num_layers} layers cannot be divided over {self.pp} pipeline stages ({counts})")
-        return [rest // len(open_stages) if count is None else count for count in counts]
+        filled = [rest // len(open_stages) if count is None else count for count in counts]
+        if any(count % self.vpp for count in filled):
+            raise ValueError(f"{num_layers} layers, {filled} a stage, cannot be divided into {self.vpp} chunks a stage")
+        return filled
 
     def chunks(self, num_layers: int, rank: int) -> Iterator[tuple[int, range]]:
         """`(chunk, layers)` of each model chunk that `rank` holds."""

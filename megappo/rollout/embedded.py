@@ -226,7 +226,19 @@ def _weight_targets(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             targets |= {f"{prefix}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
         else:
             targets[name] = tensor
+    if model.config.model_type == "mixtral":
+        targets = {_mixtral_name(name): tensor for name, tensor in targets.items()}
     return targets, aliases
+
+
+def _mixtral_name(name: str) -> str:
+    """Mixtral's checkpoints name the expert block and its matrices in their own way."""
+    block, found, rest = name.partition(".mlp.")
+    if not found:
+        return name
+    for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        rest = rest.replace(ours, theirs)
+    return f"{block}.block_sparse_moe.{rest}"
 
 
 def _cut(lengths: list[int], budget: int) -> list[tuple[int, int]]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
+import sys
 import threading
 
+from megappo.checkpoint.store import CheckpointStore
+from megappo.errors import Interrupted
+from megappo.observe.failures import ERROR_FILE, TORCHRUN_ERROR_FILE
 from megappo.parallel.reduce import any_rank
 
 
@@ -28,7 +34,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number, frame) -> None:
-        if self._signal is not None and number == signal.SIGINT:
+        if self._signal is not None and number != signal.SIGUSR1:
             raise KeyboardInterrupt
         self._signal = number
 
@@ -39,3 +45,30 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         return 128 + (self._signal or signal.SIGINT)
+
+    def interrupted(self, done: str, store: CheckpointStore, saving_key: str, resume: str) -> Interrupted:
+        """The exception that ends the run after `done` ("iteration 3"); tells what is kept and how to continue.
+
+        `saving_key`: the setting that decides whether there are checkpoints; `resume`: `trainer.resume`.
+        """
+        kept = store.iterations()
+        if not kept:
+            told = f"nothing is saved ({saving_key} is -1, or it was too early): the next run starts anew"
+        else:
+            command = resume_command(sys.argv[1:], resume)
+            told = f"the newest checkpoint is {store.folder(kept[-1])}; to continue from it: {command}"
+        return Interrupted(f"interrupted after {done}; {told}", self.exit_code)
+
+
+def resume_command(argv: list[str], resume: str) -> str:
+    """The command that continues this run, as it was started: alone, with --nproc, or by torchrun."""
+    if argv[:1] not in (["train"], ["sft"]):
+        return "start it again with trainer.resume=auto"
+    words = [word for word in argv if word not in ("--no-resume", "trainer.resume=never")]
+    if resume == "never":
+        words.append("trainer.resume=auto")
+    if TORCHRUN_ERROR_FILE in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"torchrun … -m megappo_cli {shlex.join(words)}"
+    if ERROR_FILE in os.environ:  # a rank of `megappo … --nproc N`, which keeps that option to itself
+        words += ["--nproc", os.environ["WORLD_SIZE"]]
+    return f"megappo {shlex.join(words)}"

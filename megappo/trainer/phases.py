@@ -53,11 +53,16 @@ def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
     samples = run.rollout.generate([request for request, _ in pairs], run.sampling)
-    if config.rollout.record_dir:
+    _record(run, samples)
+    return samples, [row for _, row in pairs]
+
+
+def _record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False) -> None:
+    folder = run.config.rollout.record_dir
+    if folder:
         everyone = gather_objects(samples)
         if dist.get_rank() == 0:
-            write_rollouts(config.rollout.record_dir, run.iteration, [s for part in everyone for s in part])
-    return samples, [row for _, row in pairs]
+            write_rollouts(folder, run.iteration, [s for part in everyone for s in part], greedy=greedy)
 
 
 def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> RolloutBatch:
@@ -66,20 +71,22 @@ def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) ->
     return assemble(samples, rows, scores)
 
 
-def greedy_baseline(run: PPORun, rows: list[PromptRow]) -> np.ndarray:
-    """ReMax: the score of the greedy answer to each prompt of the batch, by group id."""
+def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> np.ndarray:
+    """ReMax: the shaped score of the greedy answer to each prompt of the batch, by group id."""
     n = run.config.rollout.n
-    prompts = rows[::n]
+    prompts, first_group = rows[::n], samples[0].group_id if samples else 0
     greedy = SamplingParams(
         max_new_tokens=run.sampling.max_new_tokens,
         temperature=0.0,
         stop_token_ids=run.sampling.stop_token_ids,
         stop_strings=run.sampling.stop_strings,
     )
-    requests = [request for request, _ in make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed)]
-    samples = run.rollout.generate(requests, greedy)
-    scores = run.reward.score(reward_samples(samples, prompts, run.tokenizer))
-    return np.array([s for part in gather_objects(scores) for s in part])
+    pairs = make_requests(prompts, 1, _GREEDY_ID + first_group, run.config.trainer.seed)
+    answers = run.rollout.generate([request for request, _ in pairs], greedy)
+    _record(run, answers, greedy=True)
+    scores = np.array(run.reward.score(reward_samples(answers, prompts, run.tokenizer)))
+    scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
+    return np.concatenate(gather_objects(scores))
 
 
 # ------------------------------------------------------------------ plans and forward passes
@@ -160,26 +167,24 @@ def share_per_sample(engine: ModelEngine, batch: RolloutBatch, local: torch.Tens
 
 
 # ------------------------------------------------------------------ rewards and advantages
-def shaped_scores(run: PPORun, batch: RolloutBatch) -> np.ndarray:
-    """Scores of all samples after clipping and the overlong penalty."""
+def shaped_scores(run: PPORun, scores: np.ndarray, response_len: np.ndarray) -> np.ndarray:
+    """Scores after clipping and the overlong penalty."""
     rules = run.config.algorithm.reward_shaping
-    scores = torch.from_numpy(batch.info.score)
+    shaped = torch.from_numpy(scores)
     if rules.clip is not None:
-        scores = shaping.clip_scores(scores, *rules.clip)
+        shaped = shaping.clip_scores(shaped, *rules.clip)
     if rules.overlong.enabled:
-        lengths = torch.from_numpy(batch.info.response_len)
-        limit = run.config.data.max_response_length
-        scores = scores + shaping.overlong_penalty(
-            lengths, limit, rules.overlong.buffer_len, rules.overlong.penalty_factor
-        )
-    return scores.double().numpy()
+        limit, buffer = run.config.data.max_response_length, rules.overlong.buffer_len
+        lengths = torch.from_numpy(response_len)
+        shaped = shaped + shaping.overlong_penalty(lengths, limit, buffer, rules.overlong.penalty_factor)
+    return shaped.double().numpy()
 
 
 def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     """`rewards`: the score spread over the response, minus β·KL to the reference. Moves the KL controller."""
     algorithm = run.config.algorithm
     mask, cu = batch["loss_mask"], batch.cu_seqlens
-    scores = batch.sample_values(shaped_scores(run, batch))
+    scores = batch.sample_values(shaped_scores(run, batch.info.score, batch.info.response_len))
     credit = algorithm.reward_shaping
     batch["rewards"] = shaping.token_rewards(scores, mask, cu, credit.credit, credit.decay)
     if "ref_logprobs" not in batch.columns:
@@ -222,13 +227,15 @@ def add_advantages(
         batch["advantages"] = adv.rewards_to_go(batch["rewards"], mask, cu, algorithm.gamma)
     else:
         totals = share_per_sample(run.actor, batch, segment_sum(batch["rewards"], cu))
-        group_ids = torch.from_numpy(batch.info.group_id)
+        groups = batch.info.group_id
+        # A sample without trainable tokens (aborted, empty) has no score to compare others with: a group of its own.
+        alone = np.where(batch.info.trainable > 0, groups, -1 - np.arange(len(groups)))
         per_sample = adv.group_advantages(
             torch.from_numpy(totals),
-            group_ids,
+            torch.from_numpy(alone),
             kind,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            baseline_scores=None if baseline is None else torch.from_numpy(baseline)[group_ids],
+            baseline_scores=None if baseline is None else torch.from_numpy(baseline[groups]),
         )
         batch["advantages"] = adv.broadcast_to_tokens(batch.sample_values(per_sample.numpy()), mask, cu)
     if algorithm.normalize_advantages and kind not in ("grpo", "rloo", "remax"):
@@ -329,15 +336,17 @@ def step_metrics(engine: ModelEngine, loss: Loss, steps: list[StepStats], role: 
 
 
 def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
-    """Scores and lengths of all samples; rewards, advantages, returns and values of all trained tokens."""
+    """Scores and lengths of the samples that were not aborted; rewards, advantages, … of all trained tokens."""
     info = batch.info
-    out = summarize("critic/score", info.score)
-    out |= summarize("response_length", info.response_len)
+    whole = ~info.aborted
+    out = summarize("critic/score", info.score[whole])
+    out |= summarize("response_length", info.response_len[whole])
     out |= summarize("prompt_length", info.prompt_len)
     out["response_length/clip_ratio"] = float(info.truncated.mean())
-    for source in sorted(set(info.source)):
-        chosen = np.array([s == source for s in info.source])
-        out[f"reward/{source}/mean"] = float(info.score[chosen].mean())
+    out["response/aborted_ratio"] = float(info.aborted.mean())
+    sources = np.array(info.source)
+    for source in np.unique(sources[whole]):
+        out[f"reward/{source}/mean"] = float(info.score[whole & (sources == source)].mean())
     numbers = MetricAccumulator()
     mask = batch["loss_mask"]
     numbers.add_stats("critic/rewards", segment_sum(batch["rewards"], batch.cu_seqlens))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megappo.checkpoint.hf import write_hf
 from megappo.config.schema import ExperimentConfig
-from megappo.errors import Interrupted
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
 from megappo.trainer import phases
 from megappo.trainer.evaluate import evaluate
 from megappo.trainer.interrupt import StopRequest
-from megappo.trainer.resume import load_run, save_run
-from megappo.trainer.setup import DTYPES, PPORun, build_run
+from megappo.trainer.resume import load_run, save_run, store_of
+from megappo.trainer.setup import DTYPES, PPORun, build_run, read_inputs
 from megappo.trainer.watch import Watch
 
 
@@ -26,25 +25,26 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
     Every rank calls it. Raises Interrupted after a signal, once the state is saved.
     """
     backend.init_distributed(config.trainer.distributed_timeout_s)
-    run = build_run(config)
-    watch = Watch(config, run.total_iterations)
-    try:
+    inputs = read_inputs(config)
+    # The sinks come before the models, which may take minutes: a logger that is not installed shows at once.
+    with closing(inputs.reward), closing(Watch(config, inputs.total_iterations)) as watch:
+        for name, data in (("train_files", inputs.train_data), ("val_files", inputs.val_data)):
+            if data is not None and data.report.dropped:
+                watch.say(f"data.{name}: {data.report}")
+        run = build_run(config, inputs)
         with StopRequest() as stop:
             return _train(run, watch, stop)
-    finally:
-        watch.close()
-        run.reward.close()
 
 
 def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
     trainer = run.config.trainer
-    if trainer.resume == "auto" and load_run(run):
-        watch.resumed(run.iteration)
+    _begin(run, watch)
     phases.sync_weights(run)
     metrics: dict[str, float] = {}
     if run.iteration == 0 and trainer.val_before_train and run.val_data is not None:
         metrics = _evaluate(run, watch)
-    while run.iteration < run.total_iterations:
+    stopping = stop.anywhere()
+    while run.iteration < run.total_iterations and not stopping:
         timer = Timer(backend.synchronize)
         with timer("step"):
             metrics = ppo_iteration(run, timer)
@@ -57,10 +57,24 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
             with timer("save_checkpoint"):
                 save_run(run)
         watch.log(run.iteration, metrics | timer.take())
-        if stopping and not last:
-            raise Interrupted(_how_to_resume(run), stop.exit_code)
+    if run.iteration < run.total_iterations:
+        raise stop.interrupted(f"iteration {run.iteration}", store_of(run), "trainer.save_freq", trainer.resume)
     _export(run, watch)
     return metrics
+
+
+def _begin(run: PPORun, watch: Watch) -> None:
+    """Continue from the newest checkpoint, or keep those of an earlier run out of the way."""
+    if run.config.trainer.resume == "never":
+        aside = store_of(run).set_aside()
+        if aside is not None:
+            watch.say(f"trainer.resume is never: the earlier checkpoints are now in {aside}")
+        return
+    changes = load_run(run)
+    if changes is not None:
+        watch.resumed(run.iteration)
+        for change in changes:
+            watch.say(f"changed since the checkpoint: {change}")
 
 
 def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
@@ -71,7 +85,7 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
         samples, rows = phases.generate(run)
     with timer("reward"):
         batch = phases.score(run, samples, rows)
-        baseline = phases.greedy_baseline(run, rows) if algorithm.adv_estimator == "remax" else None
+        baseline = phases.greedy_baseline(run, samples, rows) if algorithm.adv_estimator == "remax" else None
     actor_plan = phases.plan_actor(run, batch)
     batch = batch.to(actor_plan.placement)
     with timer("old_log_prob"):
@@ -122,10 +136,5 @@ def _export(run: PPORun, watch: Watch) -> None:
     out = Path(run.config.trainer.output_dir) / "final_hf"
     dtype = DTYPES[run.config.model.dtype]
     write_hf(run.actor.stream_weights(dtype), run.actor.spec.path, out, dtype, write=dist.get_rank() == 0)
+    dist.barrier()  # no rank leaves before the folder is there
     watch.say(f"trained model: {out}")
-
-
-def _how_to_resume(run: PPORun) -> str:
-    saved = f"saved after iteration {run.iteration}" if run.config.trainer.save_freq > 0 else "nothing saved"
-    command = " ".join(sys.argv[1:]) or "the same command"
-    return f"interrupted; {saved} in {run.checkpoints}; to continue: megappo {command}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,27 +63,44 @@ def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict 
     return state
 
 
+def store_of(run: PPORun) -> CheckpointStore:
+    """The run's checkpoints."""
+    return CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
+
+
 def save_run(run: PPORun) -> Path:
     """Checkpoint the run after `run.iteration` iterations. Collective."""
-    store = CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
     extra = {
         "weight_version": run.weight_version,
         "kl_controller": run.kl_controller.state_dict(),
         "config": run.config.model_dump(mode="json"),
     }
-    return save_state(store, run.iteration, run.engines, extra)
+    return save_state(store_of(run), run.iteration, run.engines, extra)
 
 
-def load_run(run: PPORun) -> bool:
-    """Continue from the newest checkpoint of `trainer.output_dir`; False when there is none. Collective."""
-    store = CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
-    state = load_state(store, run.engines)
+def load_run(run: PPORun) -> list[str] | None:
+    """Continue from the newest checkpoint of `trainer.output_dir`; None when there is none. Collective.
+
+    Returns:
+        The settings that differ from the ones it was saved with, as "key: old -> new": they are in force from now
+        on. Those that only say how long to run and what to log are left out.
+    """
+    state = load_state(store_of(run), run.engines)
     if state is None:
-        return False
+        return None
     run.iteration = int(state["iteration"])
     run.weight_version = int(state["weight_version"])
     run.kl_controller.load_state_dict(state["kl_controller"])
-    return True
+    before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if not key.startswith(("trainer.", "sft.", "rollout.val."))]
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: tree}
+    return {key: value for name, part in tree.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
 
 
 def _rng_file(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megappo.algorithms.kl import FixedController, make_controller
 from megappo.checkpoint.hf import HFReader
-from megappo.config.schema import ExperimentConfig, OptimConfig, ParallelConfig
+from megappo.config.schema import ExperimentConfig, ModelConfig, OptimConfig, ParallelConfig
 from megappo.data.prompts import PromptDataset, PromptSampler
 from megappo.engine.engine import EngineOptions, ModelEngine
 from megappo.errors import UserError
@@ -25,6 +25,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
+class Inputs:
+    """What a run reads before any model is built, so that cheap mistakes show at once."""
+
+    tokenizer: Any
+    train_data: PromptDataset
+    val_data: PromptDataset | None
+    sampler: PromptSampler
+    reward: CombinedReward
+    total_iterations: int
+
+
+@dataclass
 class PPORun:
     """Everything that lives as long as the run. `iteration` is the next one to do; the rest is rebuilt on resume."""
 
@@ -34,13 +46,13 @@ class PPORun:
     val_data: PromptDataset | None
     sampler: PromptSampler
     reward: CombinedReward
+    total_iterations: int
     actor: ModelEngine
     critic: ModelEngine | None
     reference: ModelEngine | None
     rollout: RolloutEngine
     sampling: SamplingParams
     kl_controller: FixedController
-    total_iterations: int
     iteration: int = 0
     weight_version: int = 0
     engines: dict[str, ModelEngine] = field(default_factory=dict)
@@ -61,13 +73,15 @@ def layout_of(parallel: ParallelConfig, world: int) -> ParallelLayout:
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
         last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
     )
 
 
 def build_engine(
     path: str,
     parallel: ParallelConfig,
-    dtype: str,
+    model: ModelConfig,
     *,
     critic: bool = False,
     temperature: float = 1.0,
@@ -77,7 +91,8 @@ def build_engine(
     """A role with its weights loaded from a Hugging Face folder. Collective."""
     options = EngineOptions(
         critic=critic,
-        dtype=DTYPES[dtype],
+        dtype=DTYPES[model.dtype],
+        router_aux_loss_coef=model.router_aux_loss_coef,
         temperature=temperature,
         recompute=parallel.recompute,
         distributed_optimizer=parallel.use_distributed_optimizer,
@@ -122,7 +137,7 @@ def _build_rollout(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
     if config.rollout.engine == "recorded":
         from megappo.rollout.recorded import RecordedEngine
 
-        return RecordedEngine(config.rollout.replay_dir)
+        return RecordedEngine(config.rollout.replay_dir, load_spec(config.model.path).vocab_size)
     from transformers import AutoConfig
 
     from megappo.rollout.embedded import EmbeddedEngine
@@ -138,8 +153,13 @@ def _build_rollout(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
     )
 
 
-def _read_data(config: ExperimentConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+def read_inputs(config: ExperimentConfig) -> Inputs:
+    """Tokenizer, prompts and reward; user code is loaded in its own process. `Inputs.reward` has to be closed.
+
+    Recorded rollouts hold no answers to validation prompts, which are not read then.
+    """
     data = config.data
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
     common = {
         "prompt_key": data.prompt_key,
         "max_prompt_length": data.max_prompt_length,
@@ -147,71 +167,70 @@ def _read_data(config: ExperimentConfig, tokenizer: Any) -> tuple[PromptDataset,
         "chat_template": config.model.chat_template,
     }
     train = PromptDataset(data.train_files, tokenizer, **common)
-    if not data.val_files:
-        return train, None
-    return train, PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
-
-
-def build_run(config: ExperimentConfig) -> PPORun:
-    """Build all roles. Cheap mistakes (data, tokenizer, reward) show before any model is loaded. Collective."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    train, val = _read_data(config, tokenizer)
-    sampler = PromptSampler(len(train), config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
+    val = None
+    if data.val_files and config.rollout.engine != "recorded":
+        val = PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
+    sampler = PromptSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)
+    iterations = config.trainer.total_iterations or config.trainer.total_epochs * sampler.steps_per_epoch
     reward = build_reward(config.rewards)
     reward.start()
-    iterations = config.trainer.total_iterations or config.trainer.total_epochs * sampler.steps_per_epoch
-    actor, critic = config.actor, config.critic
+    return Inputs(tokenizer, train, val, sampler, reward, iterations)
+
+
+def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, ModelEngine]:
+    """The roles that this run needs; `iterations` decide the length of the learning-rate schedules. Collective."""
+    actor, critic, model = config.actor, config.critic, config.model
     temperature = config.rollout.temperature
-    minis = -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
-    actor_steps = max(1, (iterations - config.trainer.critic_warmup) * minis * actor.ppo_epochs)
+
+    def steps(iterations: int, mini_batch_size: int, epochs: int) -> int:
+        return max(1, iterations) * -(-config.data.train_batch_size // mini_batch_size) * epochs
+
     engines = {
         "actor": build_engine(
             config.model.path,
             actor.parallel,
-            config.model.dtype,
+            model,
             temperature=temperature,
             optim=actor.optim,
-            total_steps=actor_steps,
+            total_steps=steps(iterations - config.trainer.critic_warmup, actor.ppo_mini_batch_size, actor.ppo_epochs),
         )
     }
     if config.needs_critic:
-        minis = -(-config.data.train_batch_size // critic.ppo_mini_batch_size)
         engines["critic"] = build_engine(
             critic.path,
             critic.parallel,
-            config.model.dtype,
+            model,
             critic=True,
             optim=critic.optim,
-            total_steps=iterations * minis * critic.ppo_epochs,
+            total_steps=steps(iterations, critic.ppo_mini_batch_size, critic.ppo_epochs),
         )
     if config.needs_reference:
         reference = config.reference
-        engines["reference"] = build_engine(
-            reference.path, reference.parallel, config.model.dtype, temperature=temperature
-        )
-    ctrl = config.algorithm.kl_ctrl
+        engines["reference"] = build_engine(reference.path, reference.parallel, model, temperature=temperature)
+    return engines
+
+
+def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
+    """Build all roles and the rollout engine. Collective."""
+    engines = _build_engines(config, inputs.total_iterations)
+    rollout, ctrl = config.rollout, config.algorithm.kl_ctrl
     return PPORun(
         config=config,
-        tokenizer=tokenizer,
-        train_data=train,
-        val_data=val,
-        sampler=sampler,
-        reward=reward,
+        **vars(inputs),
         actor=engines["actor"],
         critic=engines.get("critic"),
         reference=engines.get("reference"),
-        rollout=_build_rollout(config, tokenizer),
+        rollout=_build_rollout(config, inputs.tokenizer),
         sampling=SamplingParams(
             max_new_tokens=config.data.max_response_length,
-            temperature=temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            stop_token_ids=stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids),
-            stop_strings=tuple(config.rollout.stop),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=stop_token_ids(config.model.path, inputs.tokenizer, rollout.stop_token_ids),
+            stop_strings=tuple(rollout.stop),
         ),
         kl_controller=make_controller(
             ctrl.type, ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon, power=ctrl.power
         ),
-        total_iterations=iterations,
         engines=engines,
     )

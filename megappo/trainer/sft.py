@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from megappo.data.schedule import Budget
 from megappo.data.sft_rows import SftDataset, SftRow
 from megappo.engine.engine import ModelEngine
 from megappo.engine.losses import NLLLoss
-from megappo.errors import Interrupted, UserError
+from megappo.errors import UserError
 from megappo.observe.metrics import MetricAccumulator
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
@@ -42,13 +43,13 @@ def run_sft(config: ExperimentConfig) -> dict[str, float]:
         raise UserError(f"sft.batch_size is {sft.batch_size} but sft.train_files hold {len(train)} examples")
     sampler = PromptSampler(len(train), sft.batch_size, config.trainer.seed, shuffle=True)
     total = sft.total_steps or sft.total_epochs * sampler.steps_per_epoch
-    engine = build_engine(config.model.path, sft.parallel, config.model.dtype, optim=sft.optim, total_steps=total)
-    watch = Watch(config, total)
-    try:
+    with closing(Watch(config, total)) as watch:
+        for name, data in (("train_files", train), ("val_files", val)):
+            if data is not None and data.report.dropped + data.report.truncated:
+                watch.say(f"sft.{name}: {data.report}")
+        engine = build_engine(config.model.path, sft.parallel, config.model, optim=sft.optim, total_steps=total)
         with StopRequest() as stop:
             return _Sft(config, engine, train, val, sampler, total, watch).run(stop)
-    finally:
-        watch.close()
 
 
 def _read(config: ExperimentConfig, files: list[str], tokenizer) -> SftDataset:
@@ -98,13 +99,10 @@ class _Sft:
 
     def run(self, stop: StopRequest) -> dict[str, float]:
         sft = self.config.sft
-        if self.config.trainer.resume == "auto":
-            state = load_state(self.store, {"sft": self.engine})
-            if state is not None:
-                self.step = int(state["iteration"])
-                self.watch.resumed(self.step)
+        self._begin()
         metrics: dict[str, float] = {}
-        while self.step < self.total:
+        stopping = stop.anywhere()
+        while self.step < self.total and not stopping:
             timer = Timer(backend.synchronize)
             with timer("step"):
                 metrics = self._train_step()
@@ -115,16 +113,28 @@ class _Sft:
             if sft.save_freq > 0 and (last or stopping or self.step % sft.save_freq == 0):
                 save_state(self.store, self.step, {"sft": self.engine}, {})
             self.watch.log(self.step, metrics | timer.take())
-            if stopping and not last:
-                saved = "saved" if sft.save_freq > 0 else "nothing saved (sft.save_freq is -1)"
-                raise Interrupted(f"interrupted after step {self.step}, {saved}", stop.exit_code)
+        if self.step < self.total:
+            raise stop.interrupted(f"step {self.step}", self.store, "sft.save_freq", self.config.trainer.resume)
         if sft.export_path:
             dtype = DTYPES[self.config.model.dtype]
             stream = self.engine.stream_weights(dtype)
             write = dist.get_rank() == 0
             write_hf(stream, self.engine.spec.path, Path(sft.export_path), dtype, write=write)
+            dist.barrier()  # no rank leaves before the folder is there
             self.watch.say(f"fine-tuned model: {sft.export_path}")
         return metrics
+
+    def _begin(self) -> None:
+        """Continue from the newest checkpoint, or keep those of an earlier run out of the way."""
+        if self.config.trainer.resume == "never":
+            aside = self.store.set_aside()
+            if aside is not None:
+                self.watch.say(f"trainer.resume is never: the earlier checkpoints are now in {aside}")
+            return
+        state = load_state(self.store, {"sft": self.engine})
+        if state is not None:
+            self.step = int(state["iteration"])
+            self.watch.resumed(self.step)
 
     def _budget(self) -> Budget:
         sft = self.config.sft

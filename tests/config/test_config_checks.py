@@ -151,6 +151,31 @@ def test_rope_scaling_stretches_the_length_limit(exp):
     assert check(exp, "data.max_response_length=3000") == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1000}, ["data.max_response_length"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, []),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, []),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 1000}, ["data.max_response_length"]),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1000, "use_sliding_window": False}, []),
+        ({"sliding_window": 1000, "use_sliding_window": True}, ["data.max_response_length"]),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 1000}, []),
+    ],
+)
+def test_samples_longer_than_a_sliding_window_are_refused(exp, changes, keys):
+    exp.model("model", **changes)
+    assert check(exp, "data.max_prompt_length=512", "data.max_response_length=512") == keys
+
+
+def test_mistral_without_the_key_has_the_window_that_transformers_gives_it(exp):
+    exp.model("model", architectures=["MistralForCausalLM"], max_position_embeddings=32768)
+    lengths = ["data.max_prompt_length=4096", "data.max_response_length=1"]
+    assert check(exp, *lengths) == ["data.max_response_length"]
+    with pytest.raises(UserError, match="attends to the last 4096 only .* shorten the samples"):
+        load_config(exp.yaml, lengths)
+
+
 # --- layouts --------------------------------------------------------------------------------------------
 
 
@@ -174,8 +199,9 @@ def test_rope_scaling_stretches_the_length_limit(exp):
         ({PP: 3, FIRST: 1}, 3, [PP]),
         ({PP: 2, FIRST: 9}, 2, [PP]),
         ({FIRST: 2}, 1, [FIRST]),
-        ({PP: 2, VPP: 2, FIRST: 1}, 2, [FIRST, PP]),
-        ({"context_parallel_size": 2}, 2, ["context_parallel_size"]),
+        ({PP: 2, VPP: 2, FIRST: 1}, 2, [VPP]),
+        ({"context_parallel_size": 2}, 2, []),
+        ({"context_parallel_size": 2}, 3, [TP]),
         ({"expert_model_parallel_size": 2}, 2, ["expert_model_parallel_size"]),
         ({"sequence_parallel": True}, 1, []),
     ],
@@ -223,10 +249,24 @@ def test_the_remedy_for_a_mini_batch_is_a_divisor():
         ([f"sft.parallel.{PP}=3"], f"sft.parallel.{PP}"),
         (["sft.optim.betas=[0.9, 2]"], "sft.optim.betas"),
         (["sft.export_path=train.parquet/x"], "sft.export_path"),
+        (["sft.export_path=."], "sft.export_path"),  # would take the model and everything else with it
+        (["sft.export_path=model"], "sft.export_path"),
+        (["sft.export_path=other"], "sft.export_path"),
+        (["sft.export_path=earlier"], None),
         (["model.path=none"], "model.path"),
     ],
 )
 def test_sft_checks(exp, overrides, key):
     exp.write("model: {path: model}\nsft: {train_files: [train.parquet]}\n")
+    (exp.root / "other").mkdir()
+    (exp.root / "other" / "thesis.tex").touch()
+    exp.model("earlier")
     world = 3 if any(PP in o for o in overrides) else 2
     assert check(exp, *overrides, kind="sft", world_size=world) == ([key] if key else [])
+
+
+def test_sft_samples_longer_than_a_sliding_window_are_refused(exp):
+    exp.model("model", architectures=["MistralForCausalLM"], sliding_window=1000)
+    exp.write("model: {path: model}\nsft: {train_files: [train.parquet]}\n")
+    assert check(exp, "sft.max_length=1001", kind="sft") == ["sft.max_length"]
+    assert check(exp, "sft.max_length=1000", kind="sft") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megappo.bridge import algebra
+from megappo.bridge.families import moe
 from megappo.bridge.algebra import Rule
 from megappo.models.spec import ModelSpec
 
@@ -35,29 +36,39 @@ def head_rules(spec: ModelSpec, tp: int, *, critic: bool, has_embedding: bool) -
     return rules
 
 
-def layer_rules(spec: ModelSpec, layer: int, local_layer: int, *, fused_norms: bool) -> list[Rule]:
-    """One decoder layer. `fused_norms`: Transformer Engine keeps the norms inside the linear layers."""
+def layer_rules(
+    spec: ModelSpec, layer: int, local_layer: int, *, experts: range | None = None, fused: bool
+) -> list[Rule]:
+    """One decoder layer. `fused`: Transformer Engine's layers, which keep the norms inside the linear layers.
+
+    `experts`: the experts of a mixture that this rank holds (None for a dense model).
+    """
     m, h = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
-    hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
-    heads, kv = spec.num_heads, spec.num_kv_heads
-    if fused_norms:
-        norm1, norm2 = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
-    else:
-        norm1, norm2 = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-    attn = h + "self_attn."
+    hidden = spec.hidden_size
+    # In a mixture the norm before the router stays a module of its own, also with Transformer Engine.
+    norm1 = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    norm2 = "mlp.linear_fc1.layer_norm_weight" if fused and experts is None else "pre_mlp_layernorm.weight"
     rules = [
         algebra.replicated(m + norm1, h + "input_layernorm.weight", hidden),
         algebra.replicated(m + norm2, h + "post_attention_layernorm.weight", hidden),
-        algebra.row(m + "self_attention.linear_proj.weight", attn + "o_proj.weight", hidden, heads * dim),
-        algebra.gate_up(m + "mlp.linear_fc1.weight", h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight", ffn, hidden),
-        algebra.row(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", hidden, ffn),
+        *_attention_rules(spec, m + "self_attention.", h + "self_attn."),
     ]
+    if experts is not None:
+        return rules + moe.expert_rules(spec, m, h, experts, grouped=fused)
+    gate, up = h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight"
+    rules.append(algebra.gate_up(m + "mlp.linear_fc1.weight", gate, up, spec.ffn_size, hidden))
+    rules.append(algebra.row(m + "mlp.linear_fc2.weight", h + "mlp.down_proj.weight", hidden, spec.ffn_size))
+    return rules
+
+
+def _attention_rules(spec: ModelSpec, m: str, h: str) -> list[Rule]:
+    hidden, dim, heads, kv = spec.hidden_size, spec.head_dim, spec.num_heads, spec.num_kv_heads
+    rules = [algebra.row(m + "linear_proj.weight", h + "o_proj.weight", hidden, heads * dim)]
     for kind, tail in (("weight", (hidden,)), ("bias", ())):
-        if kind == "bias" and not spec.qkv_bias:
-            continue
-        q, k, v = (f"{attn}{x}_proj.{kind}" for x in "qkv")
-        rules.append(algebra.grouped_qkv(m + f"self_attention.linear_qkv.{kind}", q, k, v, heads, kv, dim, *tail))
+        if kind == "weight" or spec.qkv_bias:
+            q, k, v = (f"{h}{x}_proj.{kind}" for x in "qkv")
+            rules.append(algebra.grouped_qkv(f"{m}linear_qkv.{kind}", q, k, v, heads, kv, dim, *tail))
     if spec.qk_norm:
-        rules.append(algebra.replicated(m + "self_attention.q_layernorm.weight", attn + "q_norm.weight", dim))
-        rules.append(algebra.replicated(m + "self_attention.k_layernorm.weight", attn + "k_norm.weight", dim))
+        rules.append(algebra.replicated(m + "q_layernorm.weight", h + "q_norm.weight", dim))
+        rules.append(algebra.replicated(m + "k_layernorm.weight", h + "k_norm.weight", dim))
     return rules

@@ -11,6 +11,9 @@ class ModelConfig(Section):
     path: str = key(..., "Hugging Face folder with config.json and *.safetensors.", path=True)
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: model.path.", path=True)
     dtype: Dtype = key("fp32", "Number format of the weights in forward and backward (fp32 or bf16).")
+    router_aux_loss_coef: float = key(
+        0.0, "Weight of the experts' load-balancing loss while training; 0: off. Depends on the micro-batches.", ge=0
+    )
     chat_template: str | None = key(None, "Jinja chat template, inline or as a file path; null: the tokenizer's own.")
 
     @property

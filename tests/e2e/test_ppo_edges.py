@@ -1,0 +1,233 @@
+"""PPO where the batch is odd: few prompts, aborted or empty answers, a mismatch, a warm-up, several data sources."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from ppo_case import config_of, read_metrics, write_case
+from safetensors.numpy import load_file
+from warm_ranks import on_ranks
+
+from megappo.trainer import phases
+from megappo.trainer.ppo import run_ppo
+
+
+def run(yaml_file, out: str, world: int = 1, **changes) -> list[dict]:
+    folder = yaml_file.parent / out
+    run_ppo(config_of(yaml_file, world, trainer__output_dir=str(folder), **changes))
+    return read_metrics(folder)
+
+
+def replay(yaml_file, out: str, recorded, **changes) -> list[dict]:
+    return run(yaml_file, out, rollout__engine="recorded", rollout__replay_dir=str(recorded), **changes)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return write_case(tmp_path_factory.mktemp("edges"), layers=2)
+
+
+def record(yaml_file, folder) -> None:
+    run(yaml_file, "recording", rollout__record_dir=str(folder), trainer__total_iterations=1)
+
+
+@pytest.fixture(scope="module")
+def recorded(case):
+    """A folder with the rollouts of one iteration: 6 prompts, 12 samples."""
+    on_ranks(1, record, case, case.parent / "recorded")
+    return case.parent / "recorded"
+
+
+def edited(recorded, name: str, change):
+    """A copy of the recording with `change(sample)` applied to each sample's JSON."""
+    folder = recorded.parent / name
+    shutil.copytree(recorded, folder)
+    file = folder / "rollouts_000000.jsonl"
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    for sample in samples:
+        change(sample)
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return folder
+
+
+# --- few prompts for many ranks --------------------------------------------------------------------------
+
+FEW = {
+    "data__train_batch_size": 2,
+    "actor__ppo_mini_batch_size": 2,
+    "rollout__n": 1,
+    "trainer__total_iterations": 2,
+    "trainer__val_before_train": True,
+}
+
+
+def few(yaml_file, out: str, world: int, changes: dict) -> list[dict]:
+    return run(yaml_file, out, world, **FEW, data__val_files=[str(yaml_file.parent / "val.jsonl")], **changes)
+
+
+def test_ranks_without_a_prompt_or_a_sample_change_nothing(case):
+    """Two prompts and three validation prompts on four ranks; the reference has four replicas for two samples."""
+    actor = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    want = on_ranks(1, few, case, "few_1", 1, {})
+    got = on_ranks(4, few, case, "few_4", 4, {"actor__parallel": actor, "reference__parallel": {}})
+    assert len(got) == len(want) == 3
+    for line, expected in zip(got, want, strict=True):
+        assert line.keys() == expected.keys()
+        for key, value in expected.items():
+            if not key.startswith(("timing_s/", "perf/t")):
+                assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (line["step"], key)
+
+
+def uneven(yaml_file, out: str, world: int) -> list[dict]:
+    changes = {"data__train_batch_size": 3, "actor__ppo_mini_batch_size": 3, "trainer__total_iterations": 2}
+    return run(yaml_file, out, world, **changes)
+
+
+def test_samples_that_do_not_divide_by_the_ranks_change_nothing(case):
+    want, got = on_ranks(1, uneven, case, "uneven_1", 1), on_ranks(4, uneven, case, "uneven_4", 4)
+    for line, expected in zip(got, want, strict=True):
+        for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/score/mean", "actor/kl_loss"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (line["step"], key)
+
+
+# --- untrainable samples ---------------------------------------------------------------------------------
+
+
+def abort_one_of_each(sample: dict) -> None:
+    """Of the first prompt one answer is aborted, of the second one is empty, of the third both are aborted."""
+    if sample["sample_id"] in (0, 4, 5):
+        sample.update(finish_reason="abort")
+    if sample["sample_id"] == 2:
+        sample.update(response_ids=[], logprobs=[], finish_reason="stop")
+
+
+def replay_and_watch(yaml_file, out: str, recorded, changes: dict):
+    seen = {}
+    real = phases.update_actor
+
+    def update(run, batch, plan):
+        lengths = np.diff(batch.cu_seqlens.numpy())
+        rows = np.repeat(batch.indices, lengths)
+        seen.update({"row": rows, "info": vars(batch.info)})
+        seen.update({name: column.numpy().copy() for name, column in batch.columns.items()})
+        return real(run, batch, plan)
+
+    phases.update_actor = update
+    try:
+        metrics = replay(yaml_file, out, recorded, trainer__total_iterations=1, **changes)
+    finally:
+        phases.update_actor = real
+    return metrics[0], seen
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo"])
+def test_aborted_and_empty_answers_train_nothing_and_are_no_baseline(case, recorded, estimator):
+    folder = edited(recorded, f"aborted_{estimator}", abort_one_of_each)
+    changes = {"algorithm__adv_estimator": estimator, "algorithm__use_kl_in_reward": False}
+    metrics, seen = on_ranks(1, replay_and_watch, case, f"out_aborted_{estimator}", folder, changes)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["response/aborted_ratio"] == 3 / 12
+    trained = set(seen["row"][seen["loss_mask"]])
+    assert trained == set(range(12)) - {0, 2, 4, 5}
+    if estimator != "gae":  # whoever is left alone in its group has nothing to be compared with
+        lonely = np.isin(seen["row"], (1, 3)) & seen["loss_mask"]
+        assert (seen["advantages"][lonely] == 0).all()
+        others = (seen["row"] > 5) & seen["loss_mask"]
+        assert (seen["advantages"][others] != 0).any()
+
+
+def all_aborted(sample: dict) -> None:
+    sample.update(finish_reason="abort")
+
+
+def test_a_batch_of_aborted_answers_only_is_survived(case, recorded):
+    folder = edited(recorded, "all_aborted", all_aborted)
+    metrics, _ = on_ranks(1, replay_and_watch, case, "out_all_aborted", folder, {})
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["actor/loss"] == 0 and metrics["actor/grad_norm"] == 0 and "critic/score/mean" not in metrics
+
+
+# --- mismatch between rollout and training ---------------------------------------------------------------
+
+
+def doubtful(sample: dict) -> None:
+    """The first prompt's answers are said to be e times less probable than they are."""
+    if sample["group_id"] == 0:
+        sample["logprobs"] = [x - 1.0 for x in sample["logprobs"]]
+
+
+def test_correction_uses_the_recorded_logprobs(case, recorded):
+    folder = edited(recorded, "doubtful", doubtful)
+    results = {}
+    for mode in ("none", "token", "sequence", "geometric_rejection", "band"):
+        changes = {"algorithm__correction__mode": mode, "algorithm__correction__clip_max": 5.0}
+        results[mode] = on_ranks(1, replay_and_watch, case, f"out_{mode}", folder, changes)
+    first = results["none"][1]["row"] < 2
+    mask = results["none"][1]["loss_mask"]
+    share = (first & mask).sum() / mask.sum()
+    for metrics, _ in results.values():
+        assert metrics["rollout_corr/logprob_abs_diff_mean"] == pytest.approx(share, rel=1e-4)
+        assert metrics["rollout_corr/ess"] < 0.95
+    weights = {mode: seen["correction"] for mode, (_, seen) in results.items() if mode != "none"}
+    assert np.allclose(weights["token"][first & mask], math.e) and np.allclose(weights["token"][~first & mask], 1.0)
+    assert np.allclose(weights["sequence"][first & mask], 5.0)  # e to the power of the length, cut
+    assert np.allclose(weights["band"][first & mask], 0.0)  # e is above band_high
+    assert not results["geometric_rejection"][1]["loss_mask"][first].any()
+    kept = results["geometric_rejection"][0]["rollout_corr/kept_share"]
+    assert kept == pytest.approx(1 - share, rel=1e-6)
+    losses = [metrics["actor/pg_loss"] for metrics, _ in results.values()]
+    assert len({round(loss, 6) for loss in losses}) == len(losses)
+
+
+# --- warm-up, sampling limits, sources -------------------------------------------------------------------
+
+
+def warmup(yaml_file) -> list[dict]:
+    changes = {"trainer__critic_warmup": 1, "trainer__total_iterations": 2}
+    return run(yaml_file, "warm", actor__optim__lr_scheduler="linear", **changes)
+
+
+def test_critic_warmup_leaves_the_actor_and_its_schedule_alone(case):
+    first, second = on_ranks(1, warmup, case)
+    assert not [key for key in first if key.startswith(("actor/pg", "actor/lr", "actor/grad", "sync/"))]
+    assert first["critic/vf_loss"] > 0 and first["critic/grad_norm"] > 0
+    assert second["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)  # still the reference
+    assert second["sync/version"] == 1 and second["actor/grad_norm"] > 0
+    # The schedule counts the actor's own 2 epochs x 2 mini-batches: the last of four steps is at 1/4.
+    assert second["actor/lr"] == pytest.approx(1e-3 / 4)
+
+
+def stop_strings(yaml_file) -> list[tuple[str, str]]:
+    from transformers import AutoTokenizer
+
+    folder = yaml_file.parent / "stopped"
+    settings = {"rollout__stop": ["7", "="], "trainer__total_iterations": 1}
+    run(yaml_file, "out_stopped", rollout__record_dir=str(folder), **settings)
+    tokenizer = AutoTokenizer.from_pretrained(yaml_file.parent / "model")
+    samples = [json.loads(line) for line in (folder / "rollouts_000000.jsonl").read_text().splitlines()]
+    return [(tokenizer.decode(s["response_ids"]), s["finish_reason"]) for s in samples]
+
+
+def test_stop_strings_end_answers(case):
+    answers = on_ranks(1, stop_strings, case)
+    assert any(text[-1] in "7=" for text, _ in answers)
+    for text, reason in answers:
+        assert not set(text[:-1]) & set("7=") and (reason == "stop" or text[-1] not in "7=")
+
+
+def test_the_exported_model_is_what_the_last_update_left(case, recorded):
+    """The folder loads in transformers, keeps the tokenizer and differs from the start."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = case.parent / "recording" / "final_hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab()
+    stored, start = load_file(folder / "model.safetensors"), load_file(case.parent / "model/model.safetensors")
+    assert stored.keys() == start.keys()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert np.array_equal(model.state_dict()[name].numpy(), stored[name])
+    assert not np.array_equal(stored[name], start[name])

@@ -1,0 +1,101 @@
+"""Groups of gloo ranks that stay alive between tests: starting one costs ten seconds, asking it again nothing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from support import free_port
+
+_groups: dict[int, _Group] = {}
+
+
+def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 120) -> Any:
+    """Run `fn(*args)` on `world` ranks and return rank 0's result. Any failure fails the test.
+
+    The group is kept for the next call unless something went wrong; everything ends with this process.
+    """
+    if world not in _groups:
+        _groups[world] = _Group(world)
+    group = _groups.pop(world)
+    result = group.run(fn, args, timeout)
+    _groups[world] = group
+    return result
+
+
+class _Group:
+    def __init__(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, fn: Callable, args: tuple, timeout: float) -> Any:
+        try:
+            for pipe in self.pipes:
+                pipe.send((fn, args))
+            return self._answers(time.monotonic() + timeout)[0]
+        except BaseException:
+            self.end()
+            raise
+
+    def _answers(self, deadline: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.pipes):
+            open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {set(range(len(self.pipes))) - set(answers)} have not answered in time"
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    failure, answers[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join(10)
+                    failure = f"it died with exit code {self.processes[rank].exitcode}"
+                assert failure is None, f"rank {rank} failed:\n{failure}"
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    from megappo.parallel import backend
+
+    backend.init_distributed(timeout_s=120)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (None, fn(*args))
+            torch.distributed.barrier()
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
+
+
+@atexit.register
+def _end_all() -> None:
+    for group in _groups.values():
+        group.end()
