@@ -3,7 +3,8 @@
     python benchmarks/bench_hf_io.py [--layers 8 --hidden 1024 --vocab 32000 --shard-mb 4096 --repeats 3 --folder DIR]
 
 One process, TP 1, bf16, a random Llama-like model (default 0.3 GB; 32 layers of hidden 2048 make 3 GB). Rows,
-measured in turns so that a busy machine disturbs all alike, best of `--repeats`, warm page cache:
+measured in turns so that a busy machine disturbs all alike, best of `--repeats`, warm page cache (processor time
+is steadier than wall time on a busy machine):
 
 - copy: the files copied by the system (`shutil.copyfile`).
 - safetensors load + save: `load_file` and `save_file` of each file, nothing in between.
@@ -19,6 +20,7 @@ not count. MegaPPO's parameters are there before.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import shutil
@@ -46,9 +48,10 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("RssAnon:"))
 
 
-def measure(run: Callable[[], object]) -> tuple[float, float]:
-    """(seconds, peak of anonymous memory beyond the start in MB)."""
+def measure(run: Callable[[], object]) -> tuple[float, float, float]:
+    """(seconds, processor seconds, peak of anonymous memory beyond the start in MB)."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator kept would hide part of the peak
     before = peak = anonymous_bytes()
     done = threading.Event()
 
@@ -59,12 +62,12 @@ def measure(run: Callable[[], object]) -> tuple[float, float]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     run()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     done.set()
     watcher.join()
-    return seconds, (peak - before) / 1e6
+    return seconds, cpu, (peak - before) / 1e6
 
 
 def write_config(folder: Path, layers: int, hidden: int, vocab: int) -> ModelSpec:
@@ -133,7 +136,7 @@ def run_all(root: Path, args: argparse.Namespace) -> None:
         engine.load_hf(HFReader(source))
 
     def export(target: Path = out) -> None:
-        write_hf(engine.stream_weights(DTYPE), root / "config", target, DTYPE)
+        write_hf(engine.stream_weights(DTYPE), engine.weights.hf_shapes(), root / "config", target, DTYPE)
 
     export(source)
     size = sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e9
@@ -144,23 +147,27 @@ def run_all(root: Path, args: argparse.Namespace) -> None:
         "MegaPPO export": export,
     }
     seconds: dict[str, float] = dict.fromkeys(runs, float("inf"))
+    cpu = dict(seconds)
     memory: dict[str, float] = dict.fromkeys(runs, 0.0)
     for _ in range(args.repeats):
         for name, run in runs.items():
             shutil.rmtree(out, ignore_errors=True)
-            s, mb = measure(run)
-            seconds[name], memory[name] = min(seconds[name], s), max(memory[name], mb)
+            s, c, mb = measure(run)
+            seconds[name], cpu[name], memory[name] = min(seconds[name], s), min(cpu[name], c), max(memory[name], mb)
     assert same(source, out), "the export differs from the source"
     parts = ("MegaPPO load", "MegaPPO export")
-    seconds["there and back"] = sum(seconds[name] for name in parts)
+    for times in (seconds, cpu):
+        times["there and back"] = sum(times[name] for name in parts)
     memory["there and back"] = max(memory[name] for name in parts)
     largest = max(torch.Size(shape).numel() for shape in engine.weights.hf_shapes().values()) * 2 / 1e6
     print(f"{size:.2f} GB bf16, {args.layers} layers, largest tensor {largest:.0f} MB, {args.threads} threads")
-    print("| what | s | GB/s | × safetensors | peak extra MB |")
-    print("|---|---|---|---|---|")
-    base = seconds["safetensors load + save"]
+    print("| what | s | GB/s | / load + save | processor s | / load + save | peak extra MB |")
+    print("|---|---|---|---|---|---|---|")
+    base, base_cpu = (times["safetensors load + save"] for times in (seconds, cpu))
     for name, s in seconds.items():
-        print(f"| {name} | {s:.3f} | {size / s:.2f} | {s / base:.2f} | {memory[name]:.0f} |")
+        c = cpu[name]
+        numbers = f"{s:.3f} | {size / s:.2f} | {s / base:.2f} | {c:.3f} | {c / base_cpu:.2f} | {memory[name]:.0f}"
+        print(f"| {name} | {numbers} |")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -38,7 +40,7 @@ class _Group:
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, port, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -71,11 +73,15 @@ class _Group:
 
     def end(self) -> None:
         for process in self.processes:
-            process.kill()
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                process.kill()  # one that is not yet the leader of its group
             process.join()
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.setsid()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megappo.bridge.algebra import Box, Piece, Rule, local_shape, pieces, slices
 from megappo.bridge.families import dense
 from megappo.models.spec import ModelSpec
+from megappo.parallel import backend
 from megappo.parallel.layout import ParallelLayout
 
 BUCKET_BYTES = 64 << 20
@@ -130,7 +131,7 @@ def _sources(weights: MegatronWeights) -> dict[str, list[_Part]]:
     parts: dict[str, list[_Part]] = {}
     seen: set[tuple[str, Box]] = set()
     layout = weights.layout
-    ranks = range(layout.world) if weights.spec.moe else layout.replica_ranks(0)
+    ranks = layout.ranks if weights.spec.moe else layout.replica_ranks(0)
     for rank in ranks:
         where = layout.coordinates(rank)
         if (where.dp or where.cp) and layout.expert_coordinates(rank)[2]:
@@ -168,7 +169,7 @@ def stream_full_tensors(
     params = [dict(chunk.named_parameters()) for chunk in chunks]
     shapes = weights.hf_shapes()
     parts = _sources(weights)
-    device = next(iter(params[0].values())).device
+    device = backend.device()
     itemsize = torch.empty((), dtype=dtype).element_size()
     for names in _buckets(parts, itemsize):
         full = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
@@ -178,10 +179,16 @@ def stream_full_tensors(
                 by_rank.setdefault(part.rank, []).append(part)
         for source, items in sorted(by_rank.items()):
             _broadcast_parts(items, source, rank, params, full, dtype, device)
-        yield from full.items()
+        for name in names:
+            yield name, full.pop(name)
 
 
 def _broadcast_parts(items, source, rank, params, full, dtype, device) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:  # half the time without the detour
+        for part in items:
+            box = params[part.chunk][part.piece.local][slices(part.piece.local_box)]
+            full[part.piece.hf][slices(part.piece.hf_box)] = box
+        return
     flat = torch.empty(sum(part.piece.numel for part in items), dtype=dtype, device=device)
     offset = 0
     for part in items if rank == source else ():
@@ -189,8 +196,7 @@ def _broadcast_parts(items, source, rank, params, full, dtype, device) -> None:
         box = params[part.chunk][piece.local][slices(piece.local_box)]
         flat[offset : offset + piece.numel].copy_(box.reshape(-1))
         offset += piece.numel
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(flat, src=source)
+    dist.broadcast(flat, src=source)
     offset = 0
     for part in items:
         piece = part.piece

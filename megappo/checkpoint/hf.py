@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megappo.bridge.algebra import Box, slices
 from megappo.config.model_folder import export_problem
@@ -21,7 +25,8 @@ INDEX = "model.safetensors.index.json"
 # Tensors that some exporters write although they are derived from the configuration.
 _DERIVED = ("rotary_emb.inv_freq",)
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# In config.json and in safetensors.
+_NAMES = {torch.float32: ("float32", "F32"), torch.bfloat16: ("bfloat16", "BF16"), torch.float16: ("float16", "F16")}
 # Weights in any format: an export must not carry the source's along.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".index.json")
 
@@ -129,6 +134,7 @@ def _one_line(err: Exception) -> str:
 
 def write_hf(
     tensors: Iterable[tuple[str, torch.Tensor]],
+    shapes: dict[str, tuple[int, ...]],
     source: Path,
     out: Path,
     dtype: torch.dtype,
@@ -137,6 +143,9 @@ def write_hf(
     config_changes: dict | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights from `tensors`, everything else copied from the folder `source`.
+
+    `shapes` names every tensor that will come, in the order of the files; none is held longer than it takes to
+    write it. `dtype` is fp32, bf16 or fp16.
 
     Written beside `out` and renamed, so a folder that exists is a whole one; an earlier export there stays until
     then, and stays for good if anything fails. Ranks that pass `write=False` only drain `tensors` (which is a
@@ -159,13 +168,13 @@ def write_hf(
         partial.mkdir(parents=True)
         _copy_companions(source, partial)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config.update({"dtype": _DTYPE_NAMES[dtype]} | (config_changes or {}))
+        config.update({"dtype": _NAMES[dtype][0]} | (config_changes or {}))
         config.pop("torch_dtype", None)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _write_shards(tensors, partial, dtype)
+        _write_shards(tensors, shapes, partial, dtype)
         _replace(partial, target)
-    except (OSError, SafetensorError) as err:  # safetensors reports a full disk in its own type
-        at = f" ({err.filename})" if isinstance(err, OSError) and err.filename else ""
+    except OSError as err:
+        at = f" ({err.filename})" if err.filename else ""
         raise UserError(f"cannot write {out}: {_one_line(err)}{at}; nothing there was changed") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -194,34 +203,70 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copy2(file, target / file.name)
 
 
-def _write_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    sizes = [0]
-    names: list[list[str]] = []
+@dataclass
+class _Shard:
+    """One safetensors file to be: `size` bytes of tensors, placed one after the other."""
 
-    def flush() -> None:
-        file = folder / f"part-{len(names):05d}.safetensors"
-        save_file(shards[0], file, metadata={"format": "pt"})
-        names.append(list(shards[0]))
-        shards[0], sizes[0] = {}, 0
+    name: str = ""
+    size: int = 0
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    total = 0
-    for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[0] and sizes[0] + nbytes > SHARD_BYTES:
-            flush()
-        shards[0][name] = tensor
-        sizes[0] += nbytes
-        total += nbytes
-    flush()
-    if len(names) == 1:
-        os.replace(folder / "part-00000.safetensors", folder / "model.safetensors")
-        return
-    weight_map = {}
-    for i, shard in enumerate(names):
-        final = f"model-{i + 1:05d}-of-{len(names):05d}.safetensors"
-        os.replace(folder / f"part-{i:05d}.safetensors", folder / final)
-        weight_map.update(dict.fromkeys(shard, final))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    def header(self, shapes: dict[str, tuple[int, ...]], dtype: str) -> bytes:
+        """8 bytes of length, then JSON, padded with spaces so that the tensors start at a multiple of 8."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        for name, place in self.places.items():
+            entries[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": place}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _plan_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[_Shard]:
+    """Tensors in the order of `shapes`, at most SHARD_BYTES a file unless one alone is larger."""
+    shards = [_Shard()]
+    for name, shape in shapes.items():
+        nbytes = math.prod(shape) * itemsize
+        if shards[-1].places and shards[-1].size + nbytes > SHARD_BYTES:
+            shards.append(_Shard())
+        shard = shards[-1]
+        shard.places[name] = (shard.size, shard.size + nbytes)
+        shard.size += nbytes
+    for i, shard in enumerate(shards):
+        shard.name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+    return shards
+
+
+def _write_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]], folder: Path, dtype: torch.dtype
+) -> None:
+    """Every tensor goes straight to its place in its file, in whatever order it comes."""
+    shards = _plan_shards(shapes, dtype.itemsize)
+    total = sum(shard.size for shard in shards)
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise OSError(errno.ENOSPC, f"needs {total / 1e9:.2f} GB but only {free / 1e9:.2f} GB are free")
+    with ExitStack() as files:
+        at: dict[str, tuple[BinaryIO, int]] = {}
+        for shard in shards:
+            file = files.enter_context((folder / shard.name).open("wb"))
+            header = shard.header(shapes, _NAMES[dtype][1])
+            file.write(header)
+            at |= {name: (file, len(header) + start) for name, (start, _) in shard.places.items()}
+        for name, tensor in tensors:
+            if name not in at:
+                raise RuntimeError(f"tensor {name} came twice or is not part of the model")
+            file, offset = at.pop(name)
+            if tuple(tensor.shape) != shapes[name]:
+                raise RuntimeError(f"tensor {name} came with shape {tuple(tensor.shape)}, not {shapes[name]}")
+            _put(file, offset, tensor.detach().to("cpu", dtype))
+        if at:
+            raise RuntimeError(f"{len(at)} tensors never came, first {next(iter(at))}")
+    if len(shards) > 1:
+        weight_map = {name: shard.name for shard in shards for name in shard.places}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _put(file: BinaryIO, offset: int, tensor: torch.Tensor) -> None:
+    file.seek(offset)
+    file.write(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megappo.config.check_changes import check_changes
 from megappo.config.check_layout import check_layout
 from megappo.config.model_folder import ModelFacts, export_problem, read_model_folder, tokenizer_problem
 from megappo.config.problems import Problem
@@ -41,6 +42,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
     yield from _check_policy_loss(config)
     yield from _check_lengths(config, facts)
     yield from _check_batches(config, world_size)
+    yield from check_changes(config)
     yield from _check_optim("actor.optim", config.actor.optim)
     if config.needs_critic:
         yield from _check_optim("critic.optim", config.critic.optim)
@@ -190,7 +192,8 @@ def _check_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
         text = f"must be less than trainer.total_iterations ({trainer.total_iterations}), or no actor is trained"
         yield Problem("trainer.critic_warmup", text, trainer.critic_warmup)
     ctrl = alg.kl_ctrl
-    if alg.use_kl_in_reward and ctrl.type != "fixed" and ctrl.kl_coef == 0:
+    zero = ctrl.kl_coef == 0 and "algorithm.kl_ctrl.kl_coef" not in config.schedules
+    if alg.use_kl_in_reward and ctrl.type != "fixed" and zero:
         yield Problem("algorithm.kl_ctrl.kl_coef", f"type {ctrl.type} scales it, so it stays 0; start above 0", 0.0)
     if not config.needs_critic:
         for key, used in (
@@ -224,7 +227,7 @@ def _check_policy_loss(config: ExperimentConfig) -> Iterator[Problem]:
     if actor.policy_loss == "gspo" and actor.parallel.context_parallel_size > 1:
         text = "GSPO's ratio needs whole sequences on a rank: set actor.parallel.context_parallel_size to 1"
         yield Problem("actor.policy_loss", text, actor.policy_loss)
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+    if actor.use_kl_loss and actor.kl_loss_coef == 0 and "actor.kl_loss_coef" not in config.schedules:
         text = "the KL loss has weight 0: a reference is run for the metric only"
         yield Problem("actor.kl_loss_coef", text, actor.kl_loss_coef, note=True)
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megappo.config.schema.base import Section, section_type
+from megappo.config.schema.base import Section, is_mapping, section_type
 from megappo.config.schema.experiment import INHERITS, ExperimentConfig
 from megappo.config.schema.optim import OptimConfig
 from megappo.config.schema.parallel import ParallelConfig
@@ -43,6 +43,8 @@ def _walk(cls: type[Section], prefix: str, group: str) -> Iterator[KeyInfo]:
         here = group or name
         if section is None:
             yield _row(cls, prefix, name, info, here)
+        elif is_mapping(info):
+            yield from _walk(section, f"{prefix}{name}[key].", here)
         elif is_list:
             yield from _walk(section, f"{prefix}{name}[i].", here)
         elif issubclass(section, ParallelConfig):

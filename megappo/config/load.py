@@ -10,7 +10,7 @@ import yaml
 
 from megappo.config.checks import check_config
 from megappo.config.problems import Problem, Sources
-from megappo.config.schema.base import Section, is_path_field, section_type
+from megappo.config.schema.base import Section, is_mapping, is_path_field, section_type
 from megappo.config.schema.experiment import ExperimentConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.validate import build, normalise
@@ -76,6 +76,8 @@ def _absolute(tree: Any, cls: type[Section], base: Path) -> Any:
 def _absolute_value(value: Any, cls: type[Section], name: str, base: Path) -> Any:
     info = cls.model_fields[name]
     section, is_list = section_type(info)
+    if section is not None and is_mapping(info):
+        return {k: _absolute(v, section, base) for k, v in value.items()} if isinstance(value, dict) else value
     if section is not None and is_list:
         return [_absolute(item, section, base) for item in value] if isinstance(value, list) else value
     if section is not None:
@@ -145,9 +147,15 @@ def _locate(parts: list[str]) -> _Target:
         part = cls.ALIASES.get(part, part)
         out.append(part)
         owner, field = cls, part
+        rest = parts[len(out) :]
         if part not in cls.model_fields:
-            return _Target(out + parts[len(out) :], None, part)
-        cls, _ = section_type(cls.model_fields[part])
+            return _Target(out + rest, None, part)
+        info = cls.model_fields[part]
+        cls, _ = section_type(info)
+        if cls is not None and is_mapping(info) and rest:
+            # The names in a mapping are dotted keys themselves: the name ends where a key of its section begins.
+            end = next((i for i, p in enumerate(rest) if i > 0 and p in cls.model_fields), len(rest))
+            return _Target([*out, ".".join(rest[:end]), *rest[end:]], None, part)
     return _Target(out, owner, field)
 
 

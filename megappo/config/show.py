@@ -1,12 +1,24 @@
 """The configuration as YAML: every key, in the schema's order, nothing null that inherits."""
 
+from typing import Any
+
 from megappo.config.schema.experiment import ExperimentConfig
+from megappo.config.schema.guard import GuardRuleConfig
 from megappo.config.yaml_io import dump_yaml
 
 
 def dump_config(config: ExperimentConfig) -> str:
     """Resolved YAML that loads back to the same configuration."""
-    tree = config.resolved().model_dump(mode="json")
+    resolved = config.resolved()
+    tree = resolved.model_dump(mode="json")
     if config.sft is None:
         del tree["sft"]
+    tree["schedules"] = {k: s.model_dump(mode="json", exclude_defaults=True) for k, s in resolved.schedules.items()}
+    tree["guard"]["rules"] = [_rule(rule) for rule in resolved.guard.rules]
     return dump_yaml(tree)
+
+
+def _rule(rule: GuardRuleConfig) -> dict[str, Any]:
+    """A rule without what it does not use. Defaults stay, for they may differ from the preset's values."""
+    actions = [action.model_dump(mode="json", exclude_defaults=True) for action in rule.actions]
+    return rule.model_dump(mode="json", exclude_none=True) | {"actions": actions}

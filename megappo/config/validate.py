@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megappo.config.problems import Problem
-from megappo.config.schema.base import Section, section_type
+from megappo.config.schema.base import Section, is_mapping, section_type
 from megappo.config.schema.experiment import ExperimentConfig
 
 
@@ -37,6 +37,8 @@ def _normalise_field(value: Any, cls: type[Section], name: str, dotted: str) -> 
     section, is_list = section_type(cls.model_fields[name])
     if section is None:
         return value, []
+    if is_mapping(cls.model_fields[name]):
+        return _normalise_mapping({} if value is None else value, section, dotted)
     if is_list:
         if not isinstance(value, list):
             return value, []
@@ -45,6 +47,22 @@ def _normalise_field(value: Any, cls: type[Section], name: str, dotted: str) -> 
     if value is None and cls.model_fields[name].default is not None:
         value = {}  # `critic:` with nothing under it
     return normalise(value, section, dotted + ".")
+
+
+def _normalise_mapping(value: Any, section: type[Section], dotted: str) -> tuple[Any, list[Problem]]:
+    """Sections under names of their own; an impossible name is a problem."""
+    if not isinstance(value, dict):
+        return value, []
+    out: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, item in value.items():
+        wrong = section.wrong_name(name)
+        if wrong:
+            problems.append(Problem(f"{dotted}.{name}", wrong))
+            continue
+        out[name], inner = normalise(item, section, f"{dotted}.{name}.")
+        problems += inner
+    return out, problems
 
 
 def _unknown_key(key: str, cls: type[Section], prefix: str) -> str:
@@ -77,7 +95,9 @@ def key_names() -> tuple[str, ...]:
         for name, info in cls.model_fields.items():
             yield prefix + name
             section, is_list = section_type(info)
-            if section is not None:
+            if section is not None and is_mapping(info):
+                yield from walk(section, f"{prefix}{name}.{section.EXAMPLE}.")
+            elif section is not None:
                 yield from walk(section, f"{prefix}{name}.0." if is_list else f"{prefix}{name}.")
 
     return tuple(walk(ExperimentConfig, ""))

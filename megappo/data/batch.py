@@ -61,7 +61,9 @@ class Placement:
     owner: np.ndarray
 
     def samples_of(self, rank: int) -> np.ndarray:
-        """Ascending indices of the samples that `rank` holds."""
+        """Ascending indices of the samples that `rank` holds; none for a rank outside the layout."""
+        if rank not in self.layout.ranks:
+            return np.empty(0, dtype=np.int64)
         return np.flatnonzero(self.owner == self.layout.coordinates(rank).dp)
 
     def holders(self) -> list[list[int]]:

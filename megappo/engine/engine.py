@@ -18,6 +18,7 @@ from megappo.config.schema.optim import OptimConfig
 from megappo.data.batch import Placement, RolloutBatch
 from megappo.engine.losses import Loss, LossOutput
 from megappo.engine.micro import MicroBatch, RowFormat, prepare
+from megappo.engine.offload import Offloadable
 from megappo.engine.optimizer import RoleOptimizer
 from megappo.models.build import build_model
 from megappo.models.spec import ModelSpec
@@ -31,7 +32,10 @@ _VALUE_HEAD = frozenset({"score.weight", "score.bias"})
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a role computes. `temperature` (> 0) divides policy logits and is ignored by a critic."""
+    """How a role computes. `temperature` (> 0) divides policy logits and is ignored by a critic.
+
+    `offload`: what moves to the host while the role is idle: nothing, optimizer state and gradients, or parameters too.
+    """
 
     critic: bool = False
     dtype: torch.dtype = torch.float32
@@ -39,6 +43,7 @@ class EngineOptions:
     recompute: Literal["selective", "full"] | None = None
     distributed_optimizer: bool = True
     router_aux_loss_coef: float = 0.0
+    offload: Literal["none", "optimizer", "all"] = "none"
 
 
 @dataclass
@@ -53,8 +58,9 @@ class StepStats:
 
 
 class ModelEngine:
-    """One role on all ranks of its layout. Construction and every method are collective.
+    """One role in its layout. Construction and every method are collective over all ranks of the run.
 
+    A rank outside the layout holds nothing of the role: its `member` is False, its calls return empty results.
     A trained role passes `optim` and `total_steps` (optimizer steps of the whole run, for the learning rate).
     """
 
@@ -72,26 +78,37 @@ class ModelEngine:
         self.context = parallel_context(layout)
         self.thd = backend.has_transformer_engine()
         self.weights = MegatronWeights(spec, layout, critic=options.critic, fused=self.thd)
+        self.member = self.context.member
+        self.trained = optim is not None
         self.optimizer: RoleOptimizer | None = None
-        with self.context:
-            self.chunks = build_model(
-                spec,
-                self.context,
-                options.dtype,
-                critic=options.critic,
-                recompute=options.recompute,
-                aux_loss_coeff=options.router_aux_loss_coef if optim is not None else 0.0,
-            )
-            self.config = self.chunks[0].config
-            self.models = self._wrap(optim, total_steps) if optim is not None else self._freeze()
+        self.chunks: list = []
+        self.models: list = []
+        if self.member:
+            with self.context:
+                self._build(optim, total_steps)
+        self._weights_memory = Offloadable(self._weight_tensors())
+        self._training_memory: list[Offloadable] = []
 
     # -------------------------------------------------------------- construction
+    def _build(self, optim: OptimConfig | None, total_steps: int) -> None:
+        self.chunks = build_model(
+            self.spec,
+            self.context,
+            self.options.dtype,
+            critic=self.options.critic,
+            recompute=self.options.recompute,
+            aux_loss_coeff=self.options.router_aux_loss_coef if optim is not None else 0.0,
+        )
+        self.config = self.chunks[0].config
+        self.models = self._freeze() if optim is None else self._wrap(optim, total_steps)
+
     def _freeze(self) -> list:
         for chunk in self.chunks:
             chunk.requires_grad_(False).eval()
         return self.chunks
 
     def _wrap(self, optim: OptimConfig, total_steps: int) -> list:
+        from megatron.core import optimizer as optimizer_module
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -113,13 +130,14 @@ class ModelEngine:
             finalize_model_grads(model, None, **kwargs)
 
         self.config.finalize_model_grads_func = finalize
-        self.optimizer = RoleOptimizer(
-            optim,
-            models,
-            dtype=self.options.dtype,
-            distributed=self.options.distributed_optimizer,
-            total_steps=total_steps,
-        )
+        with self.context.as_world(optimizer_module):
+            self.optimizer = RoleOptimizer(
+                optim,
+                models,
+                dtype=self.options.dtype,
+                distributed=self.options.distributed_optimizer,
+                total_steps=total_steps,
+            )
         return models
 
     def load_hf(self, reader: HFReader) -> None:
@@ -133,6 +151,8 @@ class ModelEngine:
         optional = {"lm_head.weight"} if self.options.critic or self.spec.tied_embeddings else set()
         missing_head = _VALUE_HEAD - reader.where.keys() if self.options.critic else frozenset()
         reader.check(self.weights.hf_shapes(), optional | missing_head)
+        if not self.member:
+            return
         load_weights(self.weights, self.chunks, self.context.rank, reader.read, skip=frozenset(missing_head))
         self.sync_master_weights()
 
@@ -142,8 +162,39 @@ class ModelEngine:
             with self.context:
                 self.optimizer.inner.reload_model_params()
 
+    # -------------------------------------------------------------- memory
+    def _weight_tensors(self) -> list[Tensor]:
+        return [tensor for chunk in self.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved to the host. Idempotent; every use of the role does it by itself."""
+        for memory in (self._weights_memory, *self._training_memory):
+            memory.reload()
+        self._training_memory = []
+
+    def sleep(self) -> int:
+        """Move to the host what `offload` allows; returns the device bytes freed on this rank. Idempotent."""
+        if self.options.offload == "none":
+            return 0
+        if self.optimizer is not None and not self._training_memory:
+            # Optimizer state appears with the first step, so it is looked up each time.
+            state = Offloadable(self.optimizer.tensors())
+            gradients = Offloadable((buffer.grad_data for buffer in self._buffers()), keep=False)
+            self._training_memory = [state, gradients]
+        freed = sum(memory.offload() for memory in self._training_memory)
+        if self.options.offload == "all":
+            freed += self._weights_memory.offload()
+        if freed and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return freed
+
+    def _buffers(self) -> list:
+        """megatron's flat gradient (and parameter) buffers of a trained role."""
+        return [b for model in self.models for b in (*model.buffers, *model.expert_parallel_buffers)]
+
     def stream_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """`(hf_name, full tensor)` of the current weights on every rank. Collective."""
+        self._weights_memory.reload()
         yield from stream_full_tensors(self.weights, self.chunks, self.context.rank, dtype)
 
     # -------------------------------------------------------------- running the model
@@ -217,6 +268,7 @@ class ModelEngine:
             `{"logprobs"}` or `{"values", "last_values"}`: fp32 columns `[total local tokens]`, zero where the loss
             mask is; `last_values` `[local samples]` is V after the last token.
         """
+        self._weights_memory.reload()
         result = torch.zeros(len(batch["tokens"]) + len(batch.indices), device=self.device)
         columns, lasts = result[: len(batch["tokens"])], result[len(batch["tokens"]) :]
         position = {int(s): i for i, s in enumerate(batch.indices)}
@@ -232,10 +284,12 @@ class ModelEngine:
             columns[micro.index.to(self.device)] = picked.float()
             return torch.zeros((), device=self.device)
 
-        for chunk in self.chunks:
-            chunk.eval()
-        self._run(batch, micro_batches, (), handle, train=False)
-        result = self._share_with_replica(result).cpu()
+        if self.member:
+            for chunk in self.chunks:
+                chunk.eval()
+            self._run(batch, micro_batches, (), handle, train=False)
+            result = self._share_with_replica(result)
+        result = result.cpu()
         columns, lasts = result[: len(batch["tokens"])], result[len(batch["tokens"]) :]
         return {"logprobs": columns} if want == "logprobs" else {"values": columns, "last_values": lasts}
 
@@ -257,12 +311,15 @@ class ModelEngine:
         *,
         agg_mode: str,
         norm_length: int | None = None,
-    ) -> StepStats:
+    ) -> StepStats | None:
         """One optimizer step on the samples `mini_batch` (global indices), of which this rank runs `micro_batches`.
 
         The denominators of the loss come from the metadata of the whole mini-batch, so the result does not depend
-        on how it is divided over ranks and micro-batches.
+        on how it is divided over ranks and micro-batches. None on a rank outside the layout.
         """
+        if not self.member:
+            return None
+        self.wake()
         trainable = batch.info.trainable[mini_batch]
         counts = BatchCounts(tokens=int(trainable.sum()), sequences=int((trainable > 0).sum()))
         batch["weights"] = token_weights(
@@ -327,8 +384,18 @@ class ModelEngine:
     @property
     def reports(self) -> bool:
         """True on the ranks whose metric sums count: each context-parallel part of each replica once."""
+        return self.member and self.context.coords.tp == 0 and self.context.is_last_stage
+
+    @property
+    def primary(self) -> bool:
+        """True on one rank of each replica: whoever adds up what its samples hold counts each sample once."""
         c = self.context.coords
-        return c.tp == 0 and self.context.is_last_stage
+        return self.member and (c.tp, c.cp, c.pp) == (0, 0, 0)
+
+    @property
+    def dp_rank(self) -> int | None:
+        """This rank's replica, None outside the layout."""
+        return self.context.coords.dp if self.member else None
 
     def placement(self, owner) -> Placement:
         """Samples spread over this role's data-parallel replicas."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,17 @@ class RoleOptimizer:
                 clip_grad_by_total_norm_fp32(params, max_norm=self.config.max_grad_norm, total_norm=norm)
         self.inner.step_with_ready_grads()
         return StepResult(norm, lr, applied=True)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """fp32 masters and moments held on this rank."""
+        for part in self.inner.chained_optimizers:
+            inner = getattr(part, "optimizer", None)
+            if inner is None:
+                continue
+            for state in inner.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+            if part.config.bf16:  # in fp32 the optimizer works on the model's own parameters
+                yield from (param.data for group in inner.param_groups for param in group["params"])
 
     def state(self) -> dict[str, float]:
         """What the schedule needs to continue, beside the tensors of `inner`."""

@@ -27,7 +27,7 @@ class ParallelLayout:
     """The grid of one role.
 
     Attributes:
-        world: number of ranks in the grid.
+        world: number of ranks in the grid; they are the global ranks `first_rank` to `first_rank + world - 1`.
         tp, pp, cp: tensor-, pipeline- and context-parallel sizes.
         vpp: virtual pipeline chunks per stage (1 = not interleaved).
         sequence_parallel: sequence-parallel norms; only meaningful with tp > 1.
@@ -45,6 +45,7 @@ class ParallelLayout:
     last_stage_layers: int | None = None
     ep: int = 1
     etp: int = 1
+    first_rank: int = 0
 
     def __post_init__(self):
         if self.world % (self.tp * self.pp * self.cp):
@@ -54,7 +55,8 @@ class ParallelLayout:
             )
         if (self.world // self.pp) % (self.ep * self.etp):
             raise ValueError(
-                f"the {self.world // self.pp} ranks of a pipeline stage cannot be divided into ep {self.ep} x etp {self.etp}"
+                f"the {self.world // self.pp} ranks of a pipeline stage cannot be divided into "
+                f"ep {self.ep} x etp {self.etp}"
             )
 
     @property
@@ -62,18 +64,34 @@ class ParallelLayout:
         """Number of data-parallel replicas."""
         return self.world // (self.tp * self.pp * self.cp)
 
+    @property
+    def ranks(self) -> range:
+        """The global ranks of the grid."""
+        return range(self.first_rank, self.first_rank + self.world)
+
     def coordinates(self, rank: int) -> Coordinates:
-        rest, tp = divmod(rank, self.tp)
+        """Place of a global rank in the grid.
+
+        Raises:
+            ValueError: the rank is not part of it.
+        """
+        rest, tp = divmod(self._index(rank), self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+        """Global rank at these coordinates."""
+        return self.first_rank + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def _index(self, rank: int) -> int:
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not among the ranks {self.ranks} of this layout")
+        return rank - self.first_rank
 
     def expert_coordinates(self, rank: int) -> tuple[int, int, int]:
         """`(etp, ep, edp)`: slice of an expert's matrices, share of the experts, replica of both."""
-        rest, etp = divmod(rank % (self.world // self.pp), self.etp)
+        rest, etp = divmod(self._index(rank) % (self.world // self.pp), self.etp)
         edp, ep = divmod(rest, self.ep)
         return etp, ep, edp
 

@@ -11,10 +11,14 @@ Notation: z logits / temperature of the whole vocabulary, m = max z, E = exp(z -
 Softmax maths is in fp32 (fp64 for fp64 input). A rank of the tensor-parallel `group` holds a contiguous run
 of vocabulary rows; per chunk one MAX all-reduce gives m and one SUM all-reduce the rest. Vocabulary padding
 is cut off before the product: it costs nothing, takes no probability and gets zero gradient.
+
+The elementwise work is done by torch, or by the kernels of `vocab_triton` where they can run (GPUs, fp32 softmax).
+Ranks of a group need not agree on that: the collectives are the same.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,9 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megappo.parallel import vocab_triton
+
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 512 << 20}  # logits of a chunk: large enough for the matrix products
 BLOCK_BYTES = 2 << 20  # elementwise work goes over rows that stay in a core's cache
 MIN_CHUNK, UPCAST_ROWS = 64, 4096
+USE_TRITON = True  # where it can run; tests and benchmarks switch it off to compare
 
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
 
@@ -114,6 +121,8 @@ class _Head:
         self.inverse_temperature = 1.0 / temperature
         self.tokens, self.device = len(targets), hidden.device
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.product_dtype = hidden.dtype if _tensor_cores(hidden, self.dtype) else self.dtype
+        self.kernels = USE_TRITON and self.dtype == torch.float32 and vocab_triton.usable(self.device)
         width = torch.finfo(self.dtype).bits // 8 * max(rows, 1)  # of all rows: equal chunks on all ranks
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -125,7 +134,7 @@ class _Head:
 
     def allocate(self) -> None:
         self.buffer = self.empty(self.chunk, self.columns)
-        if self.want_entropy:
+        if self.want_entropy and not self.kernels:
             self.scratch = self.empty(min(self.block, self.chunk), self.columns)
 
     def free(self) -> None:
@@ -155,9 +164,16 @@ class _Head:
         return z
 
     def reduce(self, z: Tensor, span: slice) -> _Stats:
-        """Softmax statistics of a chunk; leaves z - m in z if entropy is wanted, else E."""
+        """Softmax statistics of a chunk. The torch version leaves z - m in z if entropy is wanted, else E."""
+        m, sums = self._sums_by_kernel(z, span) if self.kernels else self._sums(z, span)
+        self.all_reduce(sums, dist.ReduceOp.SUM)
+        log_s = sums[0].log()
+        return _Stats(sums[1] - m - log_s, m, log_s, log_s - sums[2] / sums[0] if self.want_entropy else None)
+
+    def _sums(self, z: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+        """m `[c]` of all ranks; S, z of the target and, if entropy is wanted, sum E (z - m) of this one."""
         m = z.new_full((len(z),), -torch.inf)
-        sums = z.new_zeros(3 if self.want_entropy else 2, len(z))  # S, z of the target, sum E (z - m)
+        sums = z.new_zeros(3 if self.want_entropy else 2, len(z))
         local, inside = self.local_targets(span)
         if self.columns:
             sums[1] = torch.where(inside, z.gather(1, local[:, None]).squeeze(1), 0.0)
@@ -174,9 +190,25 @@ class _Head:
             e = torch.exp(block, out=self.scratch[: len(block)])
             sums[0, rows] = e.sum(-1)
             sums[2, rows] = e.mul_(block).sum(-1)
-        self.all_reduce(sums, dist.ReduceOp.SUM)
-        log_s = sums[0].log()
-        return _Stats(sums[1] - m - log_s, m, log_s, log_s - sums[2] / sums[0] if self.want_entropy else None)
+        return m, sums
+
+    def _sums_by_kernel(self, z: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+        """As `_sums`; leaves the logits as they are."""
+        local, inside = self.local_targets(span)
+        stats = vocab_triton.row_stats(z, torch.where(inside, local, -1), want_entropy=self.want_entropy)
+        m, sums = stats[0], stats[1:]
+        if self.group is not None:
+            m = m.clone()
+            self.all_reduce(m, dist.ReduceOp.MAX)
+            sums = vocab_triton.rebase(stats, m)
+        return m, sums[: 3 if self.want_entropy else 2]
+
+    def center(self, z: Tensor, normaliser: Tensor) -> None:
+        """Bring logits to the state that `reduce` leaves them in, with m + log S, which is known, for m (so S is 1)."""
+        for rows in () if self.kernels else self.blocks(len(z)):
+            block = z[rows].sub_(normaliser[rows, None])
+            if not self.want_entropy:
+                block.exp_()
 
     def local_targets(self, span: slice) -> tuple[Tensor, Tensor]:
         """Column of each target on this rank (0 where another rank has it), and whether it is here."""
@@ -189,19 +221,23 @@ class _Head:
             dist.all_reduce(x, op, group=self.group)
 
     def logit_gradient(
-        self, z: Tensor, span: slice, log_s: Tensor, entropy: Tensor | None, g: Tensor, g_h: Tensor | None
-    ) -> Tensor:
-        """Turn z into the gradient with respect to the logits, up to the factor [c] of each row, returned.
+        self, z: Tensor, span: slice, stats: _Stats, g: Tensor, g_h: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient with respect to the logits, up to the factor `[c]` of each row, and that factor. Uses up z.
 
-        z holds E if `g_h` is None, else z - m. `g`, `g_h` [c]: gradients of log-probs and entropy. The factor
-        is kept apart because it is cheaper to apply to [c, H] than to [c, columns].
+        z as `reduce` or `center` left it. `g`, `g_h` [c]: gradients of log-probs and entropy. The factor is kept
+        apart because it is cheaper to apply to [c, H] than to [c, columns]; it is 0 where both gradients are.
         """
-        s, idle = log_s.exp(), g == 0
+        idle = g == 0 if g_h is None else (g == 0) & (g_h == 0)
+        if self.kernels:
+            return self._gradient_by_kernel(z, span, stats, g, g_h), torch.where(idle, 0.0, 1.0)
+        s = stats.log_s.exp()
         if g_h is None:  # -g/S (E - S 1[t])
             factor, at_target = -g / s, -s
+            for rows in self.blocks(len(z)) if self.want_entropy else ():
+                z[rows].exp_()
         else:  # 1/S (E (-g_h (z - m) + g_h (log S - H) - g) + S g 1[t])
-            idle &= g_h == 0
-            factor, at_target, constant = 1 / s, s * g, g_h * (log_s - entropy) - g
+            factor, at_target, constant = 1 / s, s * g, g_h * (stats.log_s - stats.entropy) - g
             for rows in self.blocks(len(z)):
                 e = torch.exp(z[rows], out=self.scratch[: rows.stop - rows.start])
                 z[rows].mul_(-g_h[rows, None]).add_(constant[rows, None]).mul_(e)
@@ -212,14 +248,28 @@ class _Head:
             z.masked_fill_(idle[:, None], 0.0)
         else:
             z.index_fill_(0, idle.nonzero().squeeze(1), 0.0)
-        return (factor * self.inverse_temperature).masked_fill_(idle, 0.0)
+        return z, (factor * self.inverse_temperature).masked_fill_(idle, 0.0)
+
+    def _gradient_by_kernel(self, z: Tensor, span: slice, stats: _Stats, g: Tensor, g_h: Tensor | None) -> Tensor:
+        """The whole gradient, already in the precision that the products want."""
+        local, inside = self.local_targets(span)
+        alpha = self.inverse_temperature
+        return vocab_triton.logit_gradient_(
+            z,
+            torch.where(inside, local, -1),
+            stats.max + stats.log_s,
+            stats.entropy,
+            g * alpha,
+            None if g_h is None else g_h * alpha,
+            z if self.product_dtype == z.dtype else torch.empty_like(z, dtype=self.product_dtype),
+        )
 
 
 class _Gradients:
     """d hidden (in its dtype) and d weight (in the softmax dtype); None where not wanted."""
 
     def __init__(self, head: _Head, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> None:
-        self.columns, self.weight_dtype = weight[: head.columns], weight.dtype
+        self.columns, self.weight_dtype, self.dtype = weight[: head.columns], weight.dtype, head.dtype
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=head.dtype) if wanted[1] else None
 
@@ -230,13 +280,12 @@ class _Gradients:
                 self.hidden[span] = 0
             return
         hidden = torch.where(factor[:, None] == 0, 0, hidden)  # a skipped row may hold NaN
-        if _tensor_cores(hidden, z.dtype):
-            low = z.mul_(factor[:, None]).to(hidden.dtype)
+        if _tensor_cores(hidden, self.dtype):
+            low = z if z.dtype == hidden.dtype else z.mul_(factor[:, None]).to(hidden.dtype)
             if self.hidden is not None:
                 torch.mm(low, self.columns, out=self.hidden[span])
             if self.weight is not None:
-                out = self.weight[: len(self.columns)]
-                torch.addmm(out, low.t(), hidden, z.dtype, out=out)
+                _add_product(self.weight[: len(self.columns)], low.t(), hidden)
             return
         if self.hidden is not None:
             self.hidden[span] = self._times_weight(z, hidden).mul_(factor[:, None])
@@ -286,12 +335,10 @@ class _TokenLogprobs(torch.autograd.Function):
         head.allocate()
         for span in head.chunks():
             z = head.logits(hidden[span], weight)
-            for rows in head.blocks(len(z)):
-                block = z[rows].sub_(normaliser[span][rows, None])  # m + log S is known, so that S is 1
-                if g_entropy is None:
-                    block.exp_()
+            head.center(z, normaliser[span])
             g_h, ent = (None, None) if g_entropy is None else (g_entropy[span], entropy[span])
-            factor = head.logit_gradient(z, span, torch.zeros_like(g[span]), ent, g[span], g_h)
+            known = _Stats(g[span], normaliser[span], torch.zeros_like(g[span]), ent)
+            z, factor = head.logit_gradient(z, span, known, g[span], g_h)
             grads.add(z, factor, hidden[span], span)
         head.free()
         return *grads.scaled(torch.ones(())), None
@@ -315,9 +362,7 @@ class _FusedTokenLoss(torch.autograd.Function):
             value, g, g_h = _value_and_gradients(token_loss, stats, span, any(wanted))
             loss += value
             if any(wanted):
-                if head.want_entropy and g_h is None:
-                    z.exp_()
-                factor = head.logit_gradient(z, span, stats.log_s, stats.entropy, g, g_h)
+                z, factor = head.logit_gradient(z, span, stats, g, g_h)
                 grads.add(z, factor, hidden[span], span)
         head.free()
         ctx.grads = grads
@@ -353,8 +398,32 @@ def _value_and_gradients(
 
 
 def _tensor_cores(hidden: Tensor, dtype: torch.dtype) -> bool:
-    """Whether low-precision products with results in `dtype` exist for this tensor (CUDA only)."""
-    return hidden.is_cuda and hidden.dtype != dtype
+    """Whether to multiply low-precision matrices into results in `dtype` (CUDA, torch 2.8 or newer)."""
+    return hidden.is_cuda and hidden.dtype != dtype and _mixed_products(hidden.device, hidden.dtype)[0]
+
+
+@functools.cache
+def _mixed_products(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Does this torch give the fp32 product of two `dtype` matrices, and add it to an fp32 matrix? (2.8 and 2.10 do)"""
+    one = torch.ones(8, 8, dtype=dtype, device=device)
+    out = torch.zeros(8, 8, device=device)
+    works = [False, False]
+    for i, product in enumerate((torch.mm, functools.partial(torch.addmm, out))):
+        try:
+            product(one, one, torch.float32, out=out)
+            works[i] = bool((out == 8 * (i + 1)).all())
+        except (RuntimeError, TypeError):
+            break
+    return works[0], works[1]
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, `out` in fp32, the factors in lower precision."""
+    if _mixed_products(b.device, b.dtype)[1]:
+        torch.addmm(out, a, b, out.dtype, out=out)
+        return
+    for start in range(0, len(out), UPCAST_ROWS):  # the product needs memory of its own
+        out[start : start + UPCAST_ROWS] += torch.mm(a[start : start + UPCAST_ROWS], b, out.dtype)
 
 
 def _upcast(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from megappo.errors import UserError
 
 SHOWN_CHARACTERS = 60  # of a response in an error message
+#: A score counts as a success from here on: validation accuracy, the hacking watch, dynamic sampling.
+SUCCESS_SCORE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,26 @@ class RewardSample:
         return f"sample {self.sample_id} (data_source {self.data_source!r}, response {start!r}{dots})"
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one sample: a finite score, or one line (naming reward and sample) that says why there is none.
+
+    `timed_out`: its time was over, whether that is an error or gave it a score.
+    """
+
+    score: float = 0.0
+    extras: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    timed_out: bool = False
+
+
 @runtime_checkable
 class Reward(Protocol):
-    """Scores responses. `name` is unique within a run and names the component in metrics and errors."""
+    """Scores responses. `name` is unique within a run and names the component in metrics and errors.
+
+    A reward that can tell its samples apart also has `outcomes(samples, fail_fast) -> list[Outcome]`, which raises
+    UserError only where no single sample is at fault, or, with `fail_fast`, as soon as a sample fails.
+    """
 
     name: str
 
@@ -59,6 +78,23 @@ def to_score(value: Any) -> tuple[float, dict[str, float]]:
     if not math.isfinite(score):
         raise ValueError(f"returned {score}, not a finite number")
     return score, extras
+
+
+def outcome_of(name: str, sample: RewardSample, value: Any) -> Outcome:
+    """What a reward returned for a sample, checked."""
+    try:
+        return Outcome(*to_score(value))
+    except Exception as error:  # a number too large for a float, a broken __float__
+        return failed(name, sample, str(error))
+
+
+def failed(name: str, sample: RewardSample, reason: str, *, timed_out: bool = False) -> Outcome:
+    """No score; the error names the reward and the sample."""
+    return Outcome(error=f"reward '{name}': {sample}: {one_line(reason)}", timed_out=timed_out)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def check_scores(name: str, samples: Sequence[RewardSample], scores: Sequence[float]) -> list[float]:

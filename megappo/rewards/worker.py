@@ -1,9 +1,8 @@
-"""A reward that runs in a process of its own, so that user code can neither hang nor kill the trainer.
+"""One reward process: user code runs there, so that it can neither hang nor kill the trainer.
 
-The process is started on first use, reused between calls, and closed with its parent: on `close()`, at
-exit, when the object is collected, and also when the parent is killed (its end of the pipe closes). It has
-its own session, so a Ctrl-C at the terminal does not reach it, and when it is killed, so is what user code
-has started.
+The process is closed with its parent: on `close()`, at exit, when the object is collected, and also when the parent is
+killed (its end of the pipe closes). It has its own session, so a Ctrl-C at the terminal does not reach it, and when it is
+killed, so is what user code has started.
 """
 
 from __future__ import annotations
@@ -18,60 +17,28 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from megappo.errors import UserError
-from megappo.rewards.base import RewardSample
 from megappo.rewards.worker_main import HEADER
 
-STARTUP_TIMEOUT_S = 180.0  # imports of user code, on a busy machine
 CLOSE_TIMEOUT_S = 5.0
+_CHUNK = 1 << 20  # bytes a read
 # The parent's sys.path is taken over first, so that the child finds the same modules.
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megappo.rewards.worker_main import main; main()"
 
 
-class _Dead(Exception):
-    """The process ended instead of answering."""
+class Dead(Exception):
+    """The process ended instead of answering; the message says how ("was killed by SIGKILL …")."""
 
 
-class WorkerReward:
-    """Scores samples one by one in another process, each within `timeout_s` seconds.
+class Worker:
+    """A process that answers one request at a time: `send`, then `advance` until the reply is there.
 
-    Args:
-        name: for errors and metrics.
-        kind: "function" (with `path` and `kwargs`) or "reasoning_gym".
-        timeout_s: seconds a sample; on expiry the process is killed.
-
-    After `score`, `extras[i]` holds the extra numbers that were returned for sample i.
-    Errors are UserErrors naming the sample; the next call starts a fresh process.
+    Neither of them waits for the process; `wait_for` sleeps until one of several workers can be advanced.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        *,
-        path: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float = 30.0,
-    ) -> None:
-        self.name, self.timeout_s = name, timeout_s
-        self.extras: list[dict[str, float]] = []
-        self._spec = {"kind": kind, "path": path, "kwargs": dict(kwargs or {}), "timeout_s": timeout_s}
-        self._process: subprocess.Popen | None = None
-        self._finalizer: weakref.finalize | None = None
-        self._owner = 0
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker, None while there is none."""
-        return self._process.pid if self._process else None
-
-    def start(self) -> None:
-        """Start the process and load the scorer, unless that is done. UserError when it cannot be loaded."""
-        if self._process is not None and self._owner == os.getpid():
-            return
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
@@ -79,127 +46,108 @@ class WorkerReward:
             bufsize=0,
             start_new_session=True,
         )
-        self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._process, self._owner)
-        os.set_blocking(self._process.stdin.fileno(), False)
-        try:
-            reply = self._request(self._spec, STARTUP_TIMEOUT_S)
-        except TimeoutError:
-            self._kill()
-            raise UserError(
-                f"reward '{self.name}': not loaded after {STARTUP_TIMEOUT_S:.0f} s: "
-                "make the import of its module faster"
-            ) from None
-        except _Dead as death:
-            raise UserError(f"reward '{self.name}': its process {death} while loading") from None
-        if "error" in reply:
-            self.close()
-            raise UserError(f"reward '{self.name}': {_one_line(reply['error'])}")
+        self.owner = os.getpid()
+        self.deadline = 0.0  # of the request in flight, on the monotonic clock
+        self.pid = self._process.pid
+        self._finalizer = weakref.finalize(self, _close, self._process, self.owner)
+        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        self._out, self._in = memoryview(b""), bytearray()
 
-    def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        """One finite score a sample. UserError on timeout, exception, death of the process or a bad value."""
-        self.extras = []
-        scores: list[float] = []
-        if samples:
-            self.start()
-        for sample in samples:
-            reply = self._score_one(sample)
-            scores.append(float(reply["score"]))
-            self.extras.append(reply["extras"])
-        return scores
-
-    def close(self) -> None:
-        """End the process; harmless when there is none."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._process = self._finalizer = None
-
-    def _score_one(self, sample: RewardSample) -> dict[str, Any]:
-        try:
-            reply = self._request(sample, self.timeout_s)
-        except TimeoutError:
-            self._kill()
-            raise UserError(
-                f"reward '{self.name}': {sample}: not scored after {self.timeout_s:g} s, "
-                "its process was killed: make the function faster or raise timeout_s"
-            ) from None
-        except _Dead as death:
-            raise UserError(f"reward '{self.name}': {sample}: its process {death}") from None
-        if "error" in reply:
-            raise UserError(f"reward '{self.name}': {sample}: {_one_line(reply['error'])}")
-        return reply
-
-    def _request(self, message: Any, timeout_s: float) -> dict[str, Any]:
-        """Send a message and wait for its reply. Raises TimeoutError, or _Dead when the process has ended."""
-        deadline = time.monotonic() + timeout_s
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Make `message` the request in flight; it is written by `advance`."""
         data = pickle.dumps(message)
+        self._out, self._in = memoryview(HEADER.pack(len(data)) + data), bytearray()
+        self.deadline = time.monotonic() + timeout_s
+
+    def advance(self) -> dict[str, Any] | None:
+        """Write and read what is possible now; the reply once it is complete.
+
+        Raises TimeoutError past the deadline, and Dead when the process has ended. Neither ends the process.
+        """
         try:
-            self._write(HEADER.pack(len(data)) + data, deadline)
-            size = HEADER.unpack(self._read(HEADER.size, deadline))[0]
-            return json.loads(self._read(size, deadline))
+            self._write()
+            if self._read():
+                return json.loads(memoryview(self._in)[HEADER.size :].tobytes())
         except (BrokenPipeError, EOFError):
             raise self._death() from None
-        except TimeoutError:
+        if time.monotonic() >= self.deadline:
             # Children of user code may hold the pipe open after the process itself has died.
             if _exit_code(self._process, 0) is not None:
-                raise self._death() from None
-            raise
-        except BaseException:  # Ctrl-C: a late reply would be taken for the next request's
-            self._kill()
-            raise
+                raise self._death()
+            raise TimeoutError
+        return None
 
-    def _write(self, data: bytes, deadline: float) -> None:
-        left = memoryview(data)
-        stream = self._process.stdin.fileno()
-        while left:
-            _wait([], [stream], deadline)
-            left = left[os.write(stream, left) :]
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        parts = bytearray()
-        stream = self._process.stdout.fileno()
-        while len(parts) < size:
-            _wait([stream], [], deadline)
-            part = os.read(stream, size - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
-
-    def _death(self) -> _Dead:
-        code = _exit_code(self._process, CLOSE_TIMEOUT_S)
-        self._kill()
-        if code is None:  # it closed its pipe and lived on
-            return _Dead("closed its connection")
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-            return _Dead(f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else ""))
-        return _Dead(f"died with exit code {code}")
-
-    def _kill(self) -> None:
-        if self._process is not None:
+    def kill(self) -> None:
+        """End the process and what it started, at once."""
+        if os.getpid() == self.owner:  # a forked child has copies of the pipes, not of the process
             _kill_group(self._process)
         self.close()
 
+    def close(self) -> None:
+        """Ask the process to end, then make it. Harmless when it has ended."""
+        self._finalizer()
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    @property
+    def ended(self) -> bool:
+        """The process is gone."""
+        return _exit_code(self._process, 0) is not None
+
+    def streams(self) -> Iterable[tuple[int, int]]:
+        """(file descriptor, poll event) of what this worker waits for."""
+        yield self._stdout, select.POLLIN
+        if self._out:
+            yield self._stdin, select.POLLOUT
+
+    def _write(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                self._out = self._out[os.write(self._stdin, self._out) :]
+
+    def _read(self) -> bool:
+        """True once the reply is complete. The process never sends more than was asked for."""
+        with contextlib.suppress(BlockingIOError):
+            while not self._complete():
+                part = os.read(self._stdout, _CHUNK)
+                if not part:
+                    raise EOFError
+                self._in += part
+        return self._complete()
+
+    def _complete(self) -> bool:
+        size = HEADER.size
+        return len(self._in) >= size and len(self._in) >= size + HEADER.unpack_from(self._in)[0]
+
+    def _death(self) -> Dead:
+        code = _exit_code(self._process, CLOSE_TIMEOUT_S)
+        if code is None:  # it closed its pipe and lived on
+            return Dead("closed its connection")
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            return Dead(f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else ""))
+        return Dead(f"died with exit code {code}")
 
 
-def _wait(read: list[int], write: list[int], deadline: float) -> None:
+def wait_for(workers: Iterable[Worker]) -> list[Worker]:
+    """Sleep until a worker can be advanced (its pipe is ready, or its deadline is over); those that can."""
     # poll, not select: a trainer may have more than 1024 files open
     poller = select.poll()
-    for stream in read:
-        poller.register(stream, select.POLLIN)
-    for stream in write:
-        poller.register(stream, select.POLLOUT)
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
+    by_stream: dict[int, Worker] = {}
+    for worker in workers:
+        for stream, event in worker.streams():
+            poller.register(stream, event)
+            by_stream[stream] = worker
+    left = min(worker.deadline for worker in by_stream.values()) - time.monotonic()
+    ready = {by_stream[stream]: None for stream, _ in poller.poll(max(0.0, left) * 1000 + 1)}
+    now = time.monotonic()
+    ready |= {worker: None for worker in by_stream.values() if now >= worker.deadline}
+    return list(ready)
 
 
 def _close(process: subprocess.Popen, owner: int) -> None:
-    """Ask the process to end, then make it. Not a method: the finalizer must not keep the object alive."""
-    if os.getpid() != owner:  # a forked child has copies of the pipes, not of the process
+    """Not a method: the finalizer must not keep the object alive."""
+    if os.getpid() != owner:
         return
     if _exit_code(process, 0) is None:
         with contextlib.suppress(OSError):

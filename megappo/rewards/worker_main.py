@@ -59,6 +59,10 @@ def make_scorer(spec: dict[str, Any]) -> Callable[[Any], Any]:
         from megappo.rewards.function import FunctionScorer
 
         return FunctionScorer(spec["path"], spec["kwargs"])
+    if spec["kind"] == "math":
+        from megappo.rewards.math import MathScorer
+
+        return MathScorer(**spec["kwargs"])
     from megappo.rewards.reasoning_gym import ReasoningGymScorer
 
     return ReasoningGymScorer()

@@ -73,8 +73,8 @@ def _begin(run: PPORun, watch: Watch) -> None:
     changes = load_run(run)
     if changes is not None:
         watch.resumed(run.iteration)
-        for change in changes:
-            watch.say(f"changed since the checkpoint: {change}")
+        if changes:
+            watch.say(f"changed since the checkpoint: {'; '.join(changes)}")
 
 
 def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
@@ -135,6 +135,7 @@ def _export(run: PPORun, watch: Watch) -> None:
     """The trained policy as a Hugging Face folder."""
     out = Path(run.config.trainer.output_dir) / "final_hf"
     dtype = DTYPES[run.config.model.dtype]
-    write_hf(run.actor.stream_weights(dtype), run.actor.spec.path, out, dtype, write=dist.get_rank() == 0)
+    stream, shapes = run.actor.stream_weights(dtype), run.actor.weights.hf_shapes()
+    write_hf(stream, shapes, run.actor.spec.path, out, dtype, write=dist.get_rank() == 0)
     dist.barrier()  # no rank leaves before the folder is there
     watch.say(f"trained model: {out}")

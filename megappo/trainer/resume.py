@@ -22,6 +22,10 @@ from megappo.errors import UserError
 from megappo.trainer.setup import PPORun
 
 
+# What a resumed run may change without a word: how long to run, what to log and record.
+_FREE_TO_CHANGE = ("trainer.", "sft.", "rollout.val.", "rollout.record_dir")
+
+
 def trained(engines: dict[str, ModelEngine]) -> dict[str, ModelEngine]:
     """The roles that change. The reference never does: it is loaded from its own folder again, never re-anchored."""
     return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
@@ -92,7 +96,7 @@ def load_run(run: PPORun) -> list[str] | None:
     run.weight_version = int(state["weight_version"])
     run.kl_controller.load_state_dict(state["kl_controller"])
     before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if not key.startswith(("trainer.", "sft.", "rollout.val."))]
+    keys = [key for key in {**before, **now} if not key.startswith(_FREE_TO_CHANGE)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 

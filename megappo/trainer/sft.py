@@ -119,7 +119,8 @@ class _Sft:
             dtype = DTYPES[self.config.model.dtype]
             stream = self.engine.stream_weights(dtype)
             write = dist.get_rank() == 0
-            write_hf(stream, self.engine.spec.path, Path(sft.export_path), dtype, write=write)
+            shapes = self.engine.weights.hf_shapes()
+            write_hf(stream, shapes, self.engine.spec.path, Path(sft.export_path), dtype, write=write)
             dist.barrier()  # no rank leaves before the folder is there
             self.watch.say(f"fine-tuned model: {sft.export_path}")
         return metrics

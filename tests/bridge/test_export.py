@@ -8,10 +8,10 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support import FAMILIES
 
@@ -35,7 +35,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def export(source: Path, out: Path, dtype: torch.dtype = torch.float32, **options) -> None:
-    write_hf(iter(weights_of(source).items()), source, out, dtype, **options)
+    """Backwards, because a stream need not come in the order of the files."""
+    tensors = weights_of(source)
+    write_hf(reversed(tensors.items()), shapes_of(tensors), source, out, dtype, **options)
+
+
+def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -150,8 +156,9 @@ def test_an_export_through_a_link_lands_where_it_points(hf_folder, tmp_path):
 
 
 def test_other_ranks_take_part_without_writing(hf_folder, tmp_path):
-    stream = iter(weights_of(hf_folder("llama")).items())
-    write_hf(stream, hf_folder("llama"), tmp_path / "out", torch.float32, write=False)
+    tensors = weights_of(hf_folder("llama"))
+    stream = iter(tensors.items())
+    write_hf(stream, shapes_of(tensors), hf_folder("llama"), tmp_path / "out", torch.float32, write=False)
     assert next(stream, None) is None and not (tmp_path / "out").exists()
 
 
@@ -176,31 +183,27 @@ def refusal(*args, **kwargs) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-    ],
-    ids=["OSError", "SafetensorError"],
-)
-def test_a_full_disk_leaves_the_earlier_export(hf_folder, earlier, monkeypatch, error):
+def test_a_disk_that_fills_up_leaves_the_earlier_export(hf_folder, earlier, monkeypatch):
     calls = []
 
-    def full(tensors, file, metadata):
-        calls.append(file)
-        if len(calls) == 2:
-            Path(file).write_bytes(b"half")
-            raise error
-        return save(tensors, file, metadata)
+    def full(file, offset, tensor):
+        calls.append(offset)
+        if len(calls) == 20:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(file, offset, tensor)
 
-    save = hf.save_file
-    monkeypatch.setattr(hf, "save_file", full)
+    put = hf._put
+    monkeypatch.setattr(hf, "_put", full)
     monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
     text = refusal(hf_folder("qwen2"), earlier)
-    assert (
-        f"cannot write {earlier}" in text and "No space left on device" in text and "nothing there was changed" in text
-    )
+    assert f"cannot write {earlier}: No space left on device" in text and "nothing there was changed" in text
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(hf_folder, earlier, monkeypatch):
+    monkeypatch.setattr(hf.shutil, "disk_usage", lambda folder: SimpleNamespace(free=400_000))
+    monkeypatch.setattr(hf, "_put", pytest.fail)
+    assert "needs 0.00 GB but only 0.00 GB are free" in refusal(hf_folder("qwen2"), earlier)
 
 
 def test_a_write_that_the_system_stops_leaves_the_earlier_export(hf_folder, earlier):
@@ -215,14 +218,30 @@ def test_a_write_that_the_system_stops_leaves_the_earlier_export(hf_folder, earl
     assert f"cannot write {earlier}" in str(caught.value) and "large" in str(caught.value)
 
 
+@pytest.mark.parametrize("fault", ["missing", "twice", "unknown", "shape"])
+def test_a_stream_that_is_not_the_promised_model_is_never_published(hf_folder, earlier, fault):
+    tensors = weights_of(hf_folder("qwen2"))
+    items, norm = list(tensors.items()), "model.norm.weight"
+    changed = {
+        "missing": [item for item in items if item[0] != norm],
+        "twice": [*items, items[0]],
+        "unknown": [*items, ("model.norm.bias", tensors[norm])],
+        "shape": [(name, t[:-1] if name == norm else t) for name, t in items],
+    }[fault]
+    with pytest.raises(RuntimeError, match=items[0][0] if fault == "twice" else "model.norm"):
+        write_hf(iter(changed), shapes_of(tensors), hf_folder("qwen2"), earlier, torch.float32)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a rank died"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_a_stream_that_breaks_off_leaves_the_earlier_export(hf_folder, earlier, error):
+    tensors = weights_of(hf_folder("qwen2"))
+
     def stream():
-        yield from list(weights_of(hf_folder("qwen2")).items())[:5]
+        yield from list(tensors.items())[:5]
         raise error
 
     with pytest.raises(type(error)):
-        write_hf(stream(), hf_folder("qwen2"), earlier, torch.float32)
+        write_hf(stream(), shapes_of(tensors), hf_folder("qwen2"), earlier, torch.float32)
 
 
 def test_a_failed_last_step_brings_the_earlier_export_back(hf_folder, earlier, monkeypatch):
@@ -282,4 +301,4 @@ def test_a_folder_without_permission(hf_folder, tmp_path):
 
 def test_a_source_that_has_gone(hf_folder, tmp_path, earlier):
     with pytest.raises(UserError, match=f"No such file or directory \\({tmp_path}/gone\\)"):
-        write_hf(iter(()), tmp_path / "gone", earlier, torch.float32)
+        write_hf(iter(()), {}, tmp_path / "gone", earlier, torch.float32)

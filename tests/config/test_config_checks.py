@@ -172,7 +172,7 @@ def test_mistral_without_the_key_has_the_window_that_transformers_gives_it(exp):
     exp.model("model", architectures=["MistralForCausalLM"], max_position_embeddings=32768)
     lengths = ["data.max_prompt_length=4096", "data.max_response_length=1"]
     assert check(exp, *lengths) == ["data.max_response_length"]
-    with pytest.raises(UserError, match="attends to the last 4096 only .* shorten the samples"):
+    with pytest.raises(UserError, match=r"attends to the last 4096 only .* shorten the samples"):
         load_config(exp.yaml, lengths)
 
 

@@ -22,10 +22,6 @@ def run(yaml_file, out: str, world: int = 1, **changes) -> list[dict]:
     return read_metrics(folder)
 
 
-def replay(yaml_file, out: str, recorded, **changes) -> list[dict]:
-    return run(yaml_file, out, rollout__engine="recorded", rollout__replay_dir=str(recorded), **changes)
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     return write_case(tmp_path_factory.mktemp("edges"), layers=2)
@@ -105,30 +101,37 @@ def abort_one_of_each(sample: dict) -> None:
         sample.update(response_ids=[], logprobs=[], finish_reason="stop")
 
 
-def replay_and_watch(yaml_file, out: str, recorded, changes: dict):
-    seen = {}
+def watch_updates(yaml_file, out: str, changes: dict) -> tuple[list[dict], list[dict]]:
+    """The metrics of a run, and what each of its actor updates saw."""
+    seen = []
     real = phases.update_actor
 
     def update(run, batch, plan):
-        lengths = np.diff(batch.cu_seqlens.numpy())
-        rows = np.repeat(batch.indices, lengths)
-        seen.update({"row": rows, "info": vars(batch.info)})
-        seen.update({name: column.numpy().copy() for name, column in batch.columns.items()})
+        columns = {name: column.numpy().copy() for name, column in batch.columns.items()}
+        rows = np.repeat(batch.indices, np.diff(batch.cu_seqlens.numpy()))
+        seen.append(columns | {"row": rows, "truncated": batch.info.truncated[rows]})
         return real(run, batch, plan)
 
     phases.update_actor = update
     try:
-        metrics = replay(yaml_file, out, recorded, trainer__total_iterations=1, **changes)
+        return run(yaml_file, out, **changes), seen
     finally:
         phases.update_actor = real
-    return metrics[0], seen
+
+
+def replay(yaml_file, folder, changes: dict) -> tuple[dict, dict]:
+    """The metrics of one iteration on recorded rollouts, and what its actor update saw."""
+    replayed = {"rollout__engine": "recorded", "rollout__replay_dir": str(folder), "trainer__total_iterations": 1}
+    out = "_".join(["out", folder.name, *map(str, changes.values())])
+    metrics, seen = on_ranks(1, watch_updates, yaml_file, out, replayed | changes)
+    return metrics[0], seen[0]
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo"])
 def test_aborted_and_empty_answers_train_nothing_and_are_no_baseline(case, recorded, estimator):
     folder = edited(recorded, f"aborted_{estimator}", abort_one_of_each)
     changes = {"algorithm__adv_estimator": estimator, "algorithm__use_kl_in_reward": False}
-    metrics, seen = on_ranks(1, replay_and_watch, case, f"out_aborted_{estimator}", folder, changes)
+    metrics, seen = replay(case, folder, changes)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["response/aborted_ratio"] == 3 / 12
     trained = set(seen["row"][seen["loss_mask"]])
@@ -146,7 +149,7 @@ def all_aborted(sample: dict) -> None:
 
 def test_a_batch_of_aborted_answers_only_is_survived(case, recorded):
     folder = edited(recorded, "all_aborted", all_aborted)
-    metrics, _ = on_ranks(1, replay_and_watch, case, "out_all_aborted", folder, {})
+    metrics, _ = replay(case, folder, {})
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["actor/loss"] == 0 and metrics["actor/grad_norm"] == 0 and "critic/score/mean" not in metrics
 
@@ -165,7 +168,7 @@ def test_correction_uses_the_recorded_logprobs(case, recorded):
     results = {}
     for mode in ("none", "token", "sequence", "geometric_rejection", "band"):
         changes = {"algorithm__correction__mode": mode, "algorithm__correction__clip_max": 5.0}
-        results[mode] = on_ranks(1, replay_and_watch, case, f"out_{mode}", folder, changes)
+        results[mode] = replay(case, folder, changes)
     first = results["none"][1]["row"] < 2
     mask = results["none"][1]["loss_mask"]
     share = (first & mask).sum() / mask.sum()
@@ -199,6 +202,18 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone(case):
     assert second["sync/version"] == 1 and second["actor/grad_norm"] > 0
     # The schedule counts the actor's own 2 epochs x 2 mini-batches: the last of four steps is at 1/4.
     assert second["actor/lr"] == pytest.approx(1e-3 / 4)
+
+
+def test_bootstrapping_continues_cut_answers_with_the_value_at_the_cut(case):
+    changes = {"algorithm__bootstrap_truncated": True, "algorithm__use_kl_in_reward": False}
+    changes |= {"trainer__total_iterations": 2}
+    _, (_, seen) = on_ranks(1, watch_updates, case, "bootstrapped", changes)
+    last = np.append(np.diff(seen["row"]) != 0, True)
+    carried = (seen["returns"] - seen["rewards"])[last]  # the value of what would have come next
+    cut = seen["truncated"][last]
+    assert cut.any() and not cut.all()
+    assert np.allclose(carried[~cut], 0, atol=1e-6)
+    assert np.allclose(carried[cut], seen["values"][last][cut], rtol=0.5) and (carried[cut] > 0.01).all()
 
 
 def stop_strings(yaml_file) -> list[tuple[str, str]]:

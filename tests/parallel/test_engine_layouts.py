@@ -79,11 +79,18 @@ def train(folder, layout_options: dict, kind: str, budget_options: dict, agg: st
     options = dict(layout_options)
     distributed = options.pop("distopt", True)
     recompute = options.pop("recompute", None)
-    layout = ParallelLayout(world=dist.get_world_size(), **options)
+    offload = options.pop("offload", "none")
+    layout = ParallelLayout(**{"world": dist.get_world_size(), **options})
     engine = ModelEngine(
         load_spec(folder),
         layout,
-        EngineOptions(critic=kind == "critic", temperature=0.8, distributed_optimizer=distributed, recompute=recompute),
+        EngineOptions(
+            critic=kind == "critic",
+            temperature=0.8,
+            distributed_optimizer=distributed,
+            recompute=recompute,
+            offload=offload,
+        ),
         optim=OptimConfig(lr=LR, max_grad_norm=0.5, weight_decay=0.01),
         total_steps=10,
     )
@@ -93,13 +100,15 @@ def train(folder, layout_options: dict, kind: str, budget_options: dict, agg: st
     multiple = layout.pp if layout.vpp > 1 else 1
     schedule = plan(whole.info.length, [np.array(m) for m in MINIS], layout.dp, budget, multiple_of=multiple)
     batch = shard(whole, engine.placement(schedule.owner), dist.get_rank())
-    mine = engine.context.coords.dp
+    mine = engine.dp_rank or 0
     micro = plan_forward(whole.info.length, schedule.owner, layout.dp, budget, multiple)[mine]
     want = "values" if kind == "critic" else "logprobs"
     column = engine.forward(batch, micro, want)[want]
     full = torch.zeros(int(whole.info.length.sum()))
-    full[whole.token_index(list(batch.indices))] = column
-    dist.all_reduce(full, group=engine.context.dp_group)
+    if engine.primary:
+        full[whole.token_index(list(batch.indices))] = column
+    dist.all_reduce(full)
+    assert (engine.sleep() > 0) == (offload != "none" and engine.member)
     out = {"forward": full[whole["loss_mask"]].tolist(), "steps": []}
     loss = losses(kind)
     for number, mini in enumerate(MINIS):
@@ -107,9 +116,12 @@ def train(folder, layout_options: dict, kind: str, budget_options: dict, agg: st
             batch, np.array(mini), schedule.micro_batches[number][mine], loss, agg_mode=agg, norm_length=50
         )
         numbers = MetricAccumulator()
-        for name, value in step.sums.items():
-            numbers.add_sum(name, value if engine.reports else 0.0, 1)
-        out["steps"].append({**numbers.reduce(), "grad_norm": step.grad_norm, "lr": step.lr})
+        for name in loss.sums:
+            numbers.add_sum(name, step.sums[name] if engine.reports else 0.0, 1)
+        numbers.add_max("grad_norm", [step.grad_norm] if engine.member else [])
+        out["steps"].append(numbers.reduce())
+        assert (step is None) == (not engine.member)
+        engine.sleep()
     out["weights"] = {name: t.clone() for name, t in engine.stream_weights(torch.float32)}
     return out
 
@@ -216,6 +228,8 @@ CASES_1 = [
     ("packed by tokens", {}, {"tokens": 30}),
     ("everything at once", {"distopt": False}, {"tokens": 200}),
     ("full recomputation", {"recompute": "full"}, {"samples": 2}),
+    ("optimizer offloaded between steps", {"offload": "optimizer"}, {"samples": 3}),
+    ("everything offloaded between steps", {"offload": "all"}, {"samples": 3}),
 ]
 CASES_2 = [
     ("TP2", {"tp": 2}, {"samples": 2}),
@@ -228,6 +242,9 @@ CASES_2 = [
     ("CP2", {"cp": 2}, {"samples": 2}),
     ("CP2 packed", {"cp": 2}, {"tokens": 30}),
     ("DP2", {}, {"samples": 2}),
+    ("DP2, everything offloaded", {"offload": "all"}, {"tokens": 40}),
+    ("the first rank of two", {"world": 1}, {"samples": 2}),
+    ("the second rank of two", {"world": 1, "first_rank": 1}, {"tokens": 40}),
     ("DP2 packed, plain optimizer", {"distopt": False}, {"tokens": 40}),
 ]
 CASES_4 = [
@@ -238,6 +255,8 @@ CASES_4 = [
     ("CP2 PP2", {"cp": 2, "pp": 2}, {"tokens": 30}),
     ("TP2 CP2 SP", {"tp": 2, "cp": 2, "sequence_parallel": True}, {"tokens": 30}),
     ("CP2 DP2", {"cp": 2}, ONE),
+    ("TP2 on the last two of four ranks", {"world": 2, "first_rank": 2, "tp": 2}, {"tokens": 40}),
+    ("PP2 on the middle two of four ranks", {"world": 2, "first_rank": 1, "pp": 2}, {"tokens": 30}),
     ("TP4, more than key/value heads", {"tp": 4}, {"samples": 4}),
 ]
 

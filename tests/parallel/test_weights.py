@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ def score(engine, want: str) -> torch.Tensor:
     for i in batch.indices:
         full[starts[i] : starts[i + 1]] = column[batch.token_index([int(i)])]
     dist.all_reduce(full, group=engine.context.dp_group)
-    return torch.cat([full[a + 1 : b] for a, b in zip(starts[:-1], starts[1:], strict=True)])
+    return torch.cat([full[a + 1 : b] for a, b in pairwise(starts)])
 
 
 def held_elements(engine) -> int:
@@ -102,16 +103,21 @@ def held_elements(engine) -> int:
     return count
 
 
-def round_trip(folder: Path, layout: dict, out: Path) -> dict:
-    """Load, score, stream and export a policy."""
+def export(engine, source: Path, out: Path) -> None:
     from megappo.checkpoint.hf import write_hf
 
+    shapes = engine.weights.hf_shapes()
+    write_hf(engine.stream_weights(torch.float32), shapes, source, out, torch.float32, write=dist.get_rank() == 0)
+
+
+def round_trip(folder: Path, layout: dict, out: Path) -> dict:
+    """Load, score, stream and export a policy."""
     engine, read = build(folder, layout)
     reads = [None] * dist.get_world_size()
     dist.all_gather_object(reads, (read, held_elements(engine)))
     logprobs = score(engine, "logprobs")
     streamed = {name: t.clone() for name, t in engine.stream_weights(torch.float32)}
-    write_hf(engine.stream_weights(torch.float32), folder, out, torch.float32, write=dist.get_rank() == 0)
+    export(engine, folder, out)
     return {"logprobs": logprobs, "streamed": streamed, "reads": reads}
 
 
@@ -124,14 +130,12 @@ def score_bf16(folder: Path, layout: dict) -> dict:
 
 
 def critic_round_trip(folder: Path, layout: dict, out: Path) -> dict:
-    from megappo.checkpoint.hf import write_hf
-
     engine, read = build(folder, layout, critic=True)
     reads = [None] * dist.get_world_size()
     dist.all_gather_object(reads, (read, held_elements(engine)))
     values = score(engine, "values")
     streamed = {name: t.clone() for name, t in engine.stream_weights(torch.float32)}
-    write_hf(engine.stream_weights(torch.float32), folder, out, torch.float32, write=dist.get_rank() == 0)
+    export(engine, folder, out)
     return {"values": values, "streamed": streamed, "reads": reads}
 
 
@@ -204,6 +208,37 @@ def test_a_policy_is_loaded_scored_streamed_and_exported(models, tmp_path, famil
     else:
         shared = original["model.embed_tokens.weight"].numel() if family == "qwen2_tied" else 0
         assert sum(reads) == whole + shared, "a pipeline reads each tensor once, tied embeddings at both ends"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ep": 2},
+        {"tp": 2, "etp": 2, "sequence_parallel": True},
+        {"tp": 2, "ep": 2, "sequence_parallel": True},
+        {"pp": 2, "vpp": 2},
+        {"cp": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_mixture_of_experts_is_loaded_scored_streamed_and_exported(models, tmp_path, family, layout):
+    folder, expected = models(family)
+    got = on_ranks(2, round_trip, folder, layout, tmp_path / "out")
+    assert (got["logprobs"] - expected).abs().max() < 1e-4
+    original = weights_of(folder)
+    assert differing(got["streamed"], original) == []
+    assert differing(weights_of(tmp_path / "out"), original) == []
+    assert all(read == held for read, held in got["reads"])
+    if "cp" not in layout:
+        assert max(read for read, _ in got["reads"]) < 0.8 * sum(t.numel() for t in original.values())
+
+
+def test_context_parallel_ranks_hold_the_same_weights(models, tmp_path):
+    folder, expected = models("qwen2_tied")
+    got = on_ranks(2, round_trip, folder, {"cp": 2}, tmp_path / "out")
+    assert (got["logprobs"] - expected).abs().max() < 1e-4
+    assert differing(weights_of(tmp_path / "out"), weights_of(folder)) == []
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

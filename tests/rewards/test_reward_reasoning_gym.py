@@ -3,9 +3,9 @@
 import pytest
 
 from megappo.errors import UserError
-from megappo.rewards.base import RewardSample
+from megappo.rewards.base import Outcome, RewardSample
 from megappo.rewards.reasoning_gym import ReasoningGymScorer, dump_json, extract_answer
-from megappo.rewards.worker import WorkerReward
+from megappo.rewards.pool import PoolReward
 
 library = pytest.importorskip("reasoning_gym")
 
@@ -62,11 +62,10 @@ def test_rows_of_other_data_are_refused_with_the_way_to_make_them():
 
 
 def test_it_runs_in_the_reward_process():
-    reward = WorkerReward("reasoning_gym", "reasoning_gym", timeout_s=60)
+    reward = PoolReward("reasoning_gym", "reasoning_gym", timeout_s=60)
     try:
         samples = [sample("basic_arithmetic", "{answer}"), sample("prime_factorization", "many")]
-        assert reward.score(samples) == [1.0, 0.0]
-        assert reward.extras == [{"unparsable": 0.0}, {"unparsable": 1.0}]
+        assert reward.outcomes(samples) == [Outcome(1.0, {"unparsable": 0.0}), Outcome(0.0, {"unparsable": 1.0})]
         with pytest.raises(UserError, match=r"sample 0 .*extra_info has no 'task'"):
             reward.score([RewardSample(0, "gsm8k", "", "x")])
     finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megappo.bridge import algebra
-from megappo.bridge.families import moe
 from megappo.bridge.algebra import Rule
+from megappo.bridge.families import moe
 from megappo.models.spec import ModelSpec
 
 VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}

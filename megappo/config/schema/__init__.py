@@ -5,6 +5,7 @@ from megappo.config.schema.algorithm import (
     AdvEstimator,
     AlgorithmConfig,
     CorrectionConfig,
+    DynamicSamplingConfig,
     KlCtrlConfig,
     OverlongConfig,
     RewardShapingConfig,
@@ -13,18 +14,22 @@ from megappo.config.schema.base import Dtype, LossAggMode, Section
 from megappo.config.schema.critic import CriticConfig
 from megappo.config.schema.data import DataConfig
 from megappo.config.schema.experiment import GROUP_ESTIMATORS, INHERITS, ExperimentConfig
+from megappo.config.schema.guard import GuardActionConfig, GuardConfig, GuardRuleConfig, KlBandConfig
 from megappo.config.schema.model import ModelConfig
 from megappo.config.schema.optim import CriticOptimConfig, OptimConfig, SftOptimConfig
 from megappo.config.schema.parallel import ParallelConfig
 from megappo.config.schema.reference import ReferenceConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.schema.rollout import RolloutConfig, ValRolloutConfig
+from megappo.config.schema.schedules import ADJUSTABLE, SCHEDULABLE, ScheduleConfig
 from megappo.config.schema.sft import SftConfig
 from megappo.config.schema.trainer import TrainerConfig
 
 __all__ = [
+    "ADJUSTABLE",
     "GROUP_ESTIMATORS",
     "INHERITS",
+    "SCHEDULABLE",
     "ActorConfig",
     "AdvEstimator",
     "AlgorithmConfig",
@@ -33,7 +38,12 @@ __all__ = [
     "CriticOptimConfig",
     "DataConfig",
     "Dtype",
+    "DynamicSamplingConfig",
     "ExperimentConfig",
+    "GuardActionConfig",
+    "GuardConfig",
+    "GuardRuleConfig",
+    "KlBandConfig",
     "KlCtrlConfig",
     "KlLossType",
     "KlType",
@@ -46,6 +56,7 @@ __all__ = [
     "RewardConfig",
     "RewardShapingConfig",
     "RolloutConfig",
+    "ScheduleConfig",
     "Section",
     "SftConfig",
     "SftOptimConfig",

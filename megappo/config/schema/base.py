@@ -17,6 +17,13 @@ class Section(BaseModel):
 
     #: other spellings of a key that mean the same: alias -> key
     ALIASES: ClassVar[dict[str, str]] = {}
+    #: a name that an entry may have, for sections that stand in a mapping under names of their own
+    EXAMPLE: ClassVar[str] = "name"
+
+    @classmethod
+    def wrong_name(cls, name: str) -> str | None:
+        """Why an entry of a mapping of such sections cannot have this name, or None."""
+        return None
 
 
 def key(default: Any, description: str, *, path: bool = False, **limits: Any) -> Any:
@@ -39,10 +46,18 @@ def is_path_field(field: FieldInfo) -> bool:
 
 
 def section_type(field: FieldInfo) -> tuple[type[Section] | None, bool]:
-    """The section class a key holds (None: a plain value), and whether it holds a list of them."""
+    """The section class a key holds (None: a plain value), and whether it holds a list of them.
+
+    A key may also hold a mapping of them, from free names: see `is_mapping`.
+    """
     annotation = field.annotation
     is_list = get_origin(annotation) is list
     for option in (annotation, *get_args(annotation)):
         if isinstance(option, type) and issubclass(option, Section):
             return option, is_list
     return None, False
+
+
+def is_mapping(field: FieldInfo) -> bool:
+    """True if the key holds entries under names of their own."""
+    return get_origin(field.annotation) is dict

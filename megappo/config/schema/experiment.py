@@ -7,10 +7,12 @@ from megappo.config.schema.algorithm import AlgorithmConfig
 from megappo.config.schema.base import Section, key, sub
 from megappo.config.schema.critic import CriticConfig
 from megappo.config.schema.data import DataConfig
+from megappo.config.schema.guard import GuardConfig
 from megappo.config.schema.model import ModelConfig
 from megappo.config.schema.reference import ReferenceConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.schema.rollout import RolloutConfig
+from megappo.config.schema.schedules import SCHEDULABLE, ScheduleConfig
 from megappo.config.schema.sft import SftConfig
 from megappo.config.schema.trainer import TrainerConfig
 
@@ -61,6 +63,8 @@ class ExperimentConfig(Section):
     algorithm: AlgorithmConfig = sub(AlgorithmConfig, "Advantages, KL in the reward, shaping, correction.")
     rewards: list[RewardConfig] = key([], "Reward functions; a response's score is their weighted sum.")
     data: DataConfig = sub(DataConfig, "Prompts for training and validation.")
+    schedules: dict[str, ScheduleConfig] = key({}, "Values that change during the run, by the key they belong to.")
+    guard: GuardConfig = sub(GuardConfig, "Rules over the metrics, and what they do when something goes wrong.")
     sft: SftConfig | None = key(None, "Supervised fine-tuning, for `megappo sft` only.")
 
     @property
@@ -74,8 +78,12 @@ class ExperimentConfig(Section):
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     def resolved(self) -> Self:
-        """A copy in which every key of `INHERITS` is concrete. Idempotent."""
+        """A copy in which every key of `INHERITS` is concrete and the guard's preset is written out. Idempotent.
+
+        A key that inherits its value from another one inherits that one's schedule too.
+        """
         out = self.model_copy(deep=True)
+        out.guard = out.guard.expanded()
         for name, source in INHERITS.items():
             owner, field = _owner(out, name)
             if owner is not None and getattr(owner, field) is None:
@@ -83,6 +91,8 @@ class ExperimentConfig(Section):
                 if isinstance(value, Section):
                     value = value.model_copy(deep=True)
                 setattr(owner, field, value)
+                if source in out.schedules and name in SCHEDULABLE:
+                    out.schedules.setdefault(name, out.schedules[source].model_copy(deep=True))
         return out
 
 

@@ -48,6 +48,7 @@ def write_tiny_model(
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
         tie_word_embeddings=False,
+        initializer_range=hidden**-0.5,  # the usual 0.02 suits wide models: this narrow one starts to learn late
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

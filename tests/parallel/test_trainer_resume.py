@@ -1,0 +1,230 @@
+"""A run that was interrupted and continued equals one that was not: weights, losses, schedules, data, KL coefficient."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_case import config_of, read_metrics, write_case
+from safetensors.numpy import load_file
+from warm_ranks import on_ranks
+
+from megappo.errors import Interrupted, UserError
+from megappo.trainer import phases
+from megappo.trainer.ppo import run_ppo
+
+TP2 = {"actor__parallel__tensor_model_parallel_size": 2}
+PP2 = {"actor__parallel__pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "actor__parallel__virtual_pipeline_model_parallel_size": 2}
+BASE = {
+    "trainer__total_iterations": 4,
+    "trainer__save_freq": 3,
+    "actor__optim__lr_scheduler": "cosine",
+    "actor__optim__lr_warmup_steps": 3,
+    "critic__optim__lr_scheduler": "linear",
+    "algorithm__kl_ctrl__horizon": 20,
+    "algorithm__adv_estimator": "gae",
+}
+ONE_RANK = {"one": {}, "one_bf16": {"model__dtype": "bf16"}}
+ONE_RANK |= {"one_plain": {"actor__parallel__use_distributed_optimizer": False}}
+ONE_RANK |= {"one_plain_bf16": {**ONE_RANK["one_bf16"], **ONE_RANK["one_plain"]}}
+TWO_RANKS = {"tp2": TP2, "dp2": {}, "pp2_vpp2": VPP2, "tp2_bf16": {**TP2, "model__dtype": "bf16"}}
+
+
+def settings(yaml_file, out: str, **changes):
+    folder = yaml_file.parent / out
+    places = {"trainer__output_dir": str(folder), "rollout__record_dir": str(folder / "rollouts")}
+    return config_of(yaml_file, dist.get_world_size(), **{**BASE, **places, **changes})
+
+
+def interrupt_in_iteration(number: int, config) -> Interrupted:
+    """Run until the last rank alone is asked to stop, while it generates for iteration `number` (1-based)."""
+    real = phases.generate
+
+    def generate(run):
+        if run.iteration == number - 1 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(run)
+
+    phases.generate = generate
+    try:
+        run_ppo(config)
+    except Interrupted as stopped:
+        return stopped
+    finally:
+        phases.generate = real
+    raise AssertionError("the run was not interrupted")
+
+
+def straight_and_resumed(yaml_file, cases: dict) -> None:
+    for name, changes in cases.items():
+        run_ppo(settings(yaml_file, f"{name}_straight", **changes))
+        resumed = settings(yaml_file, f"{name}_resumed", **changes)
+        stopped = interrupt_in_iteration(2, resumed)
+        assert "after iteration 2" in str(stopped) and "iter_000002" in str(stopped), stopped
+        run_ppo(resumed)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return write_case(tmp_path_factory.mktemp("resume"))
+
+
+def same_but_for_time(line: dict) -> dict:
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/t"))}
+
+
+def checkpoint_state(folder) -> dict:
+    state = json.loads((folder / "checkpoints/iter_000004/state.json").read_text())
+    return {key: state[key] for key in ("iteration", "optimizers", "kl_controller", "weight_version")}
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE_RANK), (2, TWO_RANKS)])
+def test_a_resumed_run_is_bit_equal(case, world, cases):
+    on_ranks(world, straight_and_resumed, case, cases, timeout=200)
+    for name in cases:
+        straight, resumed = case.parent / f"{name}_straight", case.parent / f"{name}_resumed"
+        lines, again = read_metrics(straight), read_metrics(resumed)
+        assert [line["step"] for line in again] == [1, 2, 3, 4]
+        for line, other in zip(lines, again, strict=True):
+            assert same_but_for_time(line) == same_but_for_time(other), name
+        for iteration in range(4):  # prompts, seeds, sampled tokens and their log-probs
+            file = f"rollouts/rollouts_{iteration:06d}.jsonl"
+            assert (straight / file).read_text() == (resumed / file).read_text(), (name, iteration)
+        weights, others = (load_file(folder / "final_hf/model.safetensors") for folder in (straight, resumed))
+        assert all(np.array_equal(weights[key].view(np.uint8), others[key].view(np.uint8)) for key in weights), name
+        assert checkpoint_state(straight) == checkpoint_state(resumed)
+        # What was restored had moved: a coefficient or a schedule that starts anew would show above.
+        assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
+        assert lines[2]["actor/lr"] < lines[1]["actor/lr"] and lines[2]["critic/lr"] < lines[1]["critic/lr"]
+        assert lines[2]["actor/reward_kl_penalty"] > 0.01  # against the first policy, not the resumed one
+
+
+def resume_in(yaml_file, source: str, layouts: dict) -> None:
+    import shutil
+
+    for name, changes in layouts.items():
+        folder = yaml_file.parent / name
+        if dist.get_rank() == 0:
+            shutil.copytree(yaml_file.parent / source, folder)
+        dist.barrier()
+        run_ppo(settings(yaml_file, name, **changes))
+
+
+def interrupted_run(yaml_file, out: str, changes: dict) -> None:
+    interrupt_in_iteration(2, settings(yaml_file, out, **changes))
+
+
+def test_another_layout_continues_the_run(case):
+    """Saved by two tensor-parallel ranks; continued by one, by two pipeline stages and by two replicas."""
+    on_ranks(1, run_alone, case)
+    on_ranks(2, interrupted_run, case, "by_tp2", TP2)
+    on_ranks(1, resume_in, case, "by_tp2", {"then_one": {}})
+    plain = {"actor__parallel__use_distributed_optimizer": True}
+    on_ranks(2, resume_in, case, "by_tp2", {"then_pp2": PP2, "then_dp2": plain})
+    want = read_metrics(case.parent / "alone")
+    for name in ("then_one", "then_pp2", "then_dp2"):
+        got = read_metrics(case.parent / name)
+        for line, expected in zip(got, want, strict=True):
+            for key, value in expected.items():
+                if not key.startswith(("timing_s/", "perf/t")):
+                    assert line[key] == pytest.approx(value, rel=1e-4, abs=2e-6), (name, line["step"], key)
+
+
+def run_alone(yaml_file) -> None:
+    run_ppo(settings(yaml_file, "alone"))
+
+
+# --- master weights, settings, other roles ---------------------------------------------------------------
+
+
+def load_then_step(yaml_file) -> None:
+    """bf16 with fp32 masters: a step of learning rate ~0 must leave what was loaded, not what was there before."""
+    from megappo.checkpoint.hf import HFReader
+    from megappo.data.batch import Placement
+    from megappo.data.sft_rows import SftRow
+    from megappo.engine.losses import NLLLoss
+    from megappo.trainer.setup import build_engine
+    from megappo.trainer.sft import row_batch
+
+    config = config_of(yaml_file, model__dtype="bf16", actor__optim__lr=1e-12)
+    for distributed in (True, False):
+        parallel = config.actor.parallel.model_copy(update={"use_distributed_optimizer": distributed})
+        engine = build_engine(config.model.path, parallel, config.model, optim=config.actor.optim)
+        with torch.no_grad():
+            for chunk in engine.chunks:
+                for param in chunk.parameters():
+                    param.add_(1.0)
+        engine.sync_master_weights()
+        engine.load_hf(HFReader(config.model.path))
+        want = {name: tensor.clone() for name, tensor in engine.stream_weights(torch.float32)}
+        batch = row_batch([SftRow(0, [3, 4], [5, 6, 1])], Placement(engine.layout, np.zeros(1, dtype=np.int64)), 0)
+        step = engine.train_step(batch, np.array([0]), [[0]], NLLLoss(), agg_mode="token-mean")
+        assert step.applied and step.grad_norm > 0
+        for name, tensor in engine.stream_weights(torch.float32):
+            assert torch.equal(tensor, want[name]), (distributed, name)
+
+
+def test_master_weights_follow_loaded_weights(case):
+    on_ranks(1, load_then_step, case)
+
+
+def told(yaml_file, out: str, changes: dict) -> str:
+    """Standard error of a run."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        try:
+            run_ppo(settings(yaml_file, out, **changes))
+        except UserError as err:
+            return f"error: {err}"
+    return text.getvalue()
+
+
+def test_changed_settings_are_told_on_resume(case):
+    two = {"trainer__total_iterations": 2, "trainer__save_freq": 2}
+    assert "resumed" not in on_ranks(1, told, case, "changed", two)
+    text = on_ranks(1, told, case, "changed", {"actor__clip_ratio": 0.1, "actor__optim__lr": 1e-5})
+    assert "resumed after iteration 2" in text
+    line = next(line for line in text.splitlines() if line.startswith("changed since the checkpoint: "))
+    assert line.split(": ", 1)[1].split("; ") == [
+        "actor.optim.lr: 0.001 -> 1e-05",
+        "actor.clip_ratio: 0.2 -> 0.1",
+        "actor.clip_ratio_low: 0.2 -> 0.1",
+        "actor.clip_ratio_high: 0.2 -> 0.1",
+    ]
+    lines = read_metrics(case.parent / "changed")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[2]["actor/lr"] < 1e-5
+
+
+def test_a_finished_run_only_exports_again(case):
+    text = on_ranks(1, told, case, "changed", {})
+    assert "resumed after iteration 4" in text and "trained model" in text
+    assert [line["step"] for line in read_metrics(case.parent / "changed")] == [1, 2, 3, 4]
+
+
+def test_checkpoints_of_other_roles_or_models_are_refused(case, tmp_path):
+    text = on_ranks(1, told, case, "changed", {"algorithm__adv_estimator": "grpo"})
+    assert text.startswith("error: ") and "holds actor, critic, this run trains actor" in text
+    other = write_case(tmp_path / "other", layers=2)
+    text = on_ranks(1, told, case, "changed", {"model__path": str(other.parent / "model")})
+    assert text.startswith("error: ") and "iter_000004" in text and text.count("\n") == 0, text
+
+
+def test_a_new_run_in_the_same_folder_keeps_the_old_checkpoints_apart(case):
+    settings = {"trainer__resume": "never", "trainer__save_freq": 1, "trainer__total_iterations": 2}
+    text = on_ranks(1, told, case, "changed", settings)
+    folder = case.parent / "changed"
+    assert "resumed" not in text and f"the earlier checkpoints are now in {folder / 'checkpoints.1'}" in text
+    later = ["iter_000003", "iter_000004"]
+    assert sorted(p.name for p in (folder / "checkpoints.1").iterdir()) == ["iter_000002", *later, "latest"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["iter_000001", "iter_000002", "latest"]
+    assert [line["step"] for line in read_metrics(folder)] == [1, 2]
+    text = on_ranks(1, told, case, "changed", {"trainer__total_iterations": 3})
+    assert "resumed after iteration 2" in text
