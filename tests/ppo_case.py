@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,22 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl; numbers that JSON cannot hold as floats."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     return [{key: float(value) for key, value in json.loads(line).items()} for line in lines]
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The environment for a command: without what a launcher, or a rank that runs tests, has set."""
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    keep = {k: v for k, v in os.environ.items() if k not in dropped and not k.endswith("_ERROR_FILE")}
+    return keep | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"} | changes
+
+
+def gone(pid: int, timeout: float = 30) -> None:
+    """Wait for the end of a process, a stranger's too."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([handle], [], [], timeout)[0], f"process {pid} still runs"
+    finally:
+        os.close(handle)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
+import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2_tied", "qwen3")
@@ -82,23 +85,28 @@ def make_hf_model(folder: Path, family: str, seed: int = 0, max_shard_size: str 
     return model
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def _rank_main(rank: int, world: int, port: int, results, fn, args) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+def join_group(rank: int, world: int, meeting: str) -> None:
+    """Make this process rank `rank` of `world` gloo ranks that meet in a file: no port, no collision."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    try:
-        from megappo.parallel import backend
+    from megappo.parallel import backend
 
-        backend.init_distributed(timeout_s=120)
+    backend.install()
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
+
+
+def meeting_file() -> str:
+    """A name for `join_group`; the file itself must not exist yet."""
+    return os.path.join(tempfile.mkdtemp(prefix="ranks-"), "meeting")
+
+
+def _rank_main(rank: int, world: int, meeting: str, results, fn, args) -> None:
+    try:
+        join_group(rank, world, meeting)
         results.put((rank, None, fn(*args)))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
         raise
@@ -111,15 +119,13 @@ def run_ranks(world: int, fn, *args, timeout: float = 280):
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    port = free_port()
+    meeting = meeting_file()
     ranks = [
-        context.Process(target=_rank_main, args=(rank, world, port, results, fn, args), daemon=True)
+        context.Process(target=_rank_main, args=(rank, world, meeting, results, fn, args), daemon=True)
         for rank in range(world)
     ]
     for process in ranks:
         process.start()
-    import time
-
     deadline = time.monotonic() + timeout
     answers: dict[int, object] = {}
     error = None

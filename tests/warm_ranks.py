@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from support import free_port
+from support import join_group, meeting_file
 
 _groups: dict[int, _Group] = {}
 
@@ -35,12 +35,12 @@ def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 120) -> Any:
 class _Group:
     def __init__(self, world: int) -> None:
         context = mp.get_context("spawn")
-        port = free_port()
+        meeting = meeting_file()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs))
+            process = context.Process(target=_serve, args=(rank, world, meeting, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -80,14 +80,9 @@ class _Group:
             process.join()
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, meeting: str, pipe: Connection) -> None:
     os.setsid()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    from megappo.parallel import backend
-
-    backend.init_distributed(timeout_s=120)
+    join_group(rank, world, meeting)
     while True:
         try:
             fn, args = pipe.recv()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import queue
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
+from megappo.parallel.reduce import gather_objects
 
 _METADATA = {
     # Optimizer state is stored by model parameter, not by the buffers of one layout: loads in any other layout.
@@ -20,6 +24,10 @@ _METADATA = {
 
 
 def _sharded_state(engine: ModelEngine, *, loading: bool) -> dict:
+    """What this rank holds of the role; nothing outside the role's layout."""
+    if not engine.member:
+        return {}
+    engine.wake()
     metadata = {**_METADATA, "dp_cp_group": engine.context.dp_cp_group}
     chunks = engine.chunks
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
@@ -75,8 +83,25 @@ def save_engine(engine: ModelEngine, folder: Path) -> None:
     with engine.context, _in_process_writes():
         state = _sharded_state(engine, loading=False)
         strategy = get_default_save_sharded_strategy("torch_dist")
-        strategy = FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
+        if engine.member:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
+        state |= _common_state_for_rank_0(engine, state)
         dist_checkpointing.save(state, str(folder), strategy, content_metadata=_METADATA)
+
+
+def _common_state_for_rank_0(engine: ModelEngine, state: dict) -> dict:
+    """megatron writes what is not a shard on global rank 0, which may not belong to the role. Collective."""
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    first = engine.layout.ranks[0]
+    if first == 0:
+        return {}
+    common = {}
+    if dist.get_rank() == first:
+        _, common = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))
+    common = gather_objects(common)[first]
+    return common if dist.get_rank() == 0 else {}
 
 
 def load_engine(engine: ModelEngine, folder: Path) -> None:
@@ -87,19 +112,24 @@ def load_engine(engine: ModelEngine, folder: Path) -> None:
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint import CheckpointException
     from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from torch.distributed.checkpoint import CheckpointException
 
     with engine.context:
         state = _sharded_state(engine, loading=True)
         strategy = get_default_load_sharded_strategy(str(folder))
-        strategy = FullyParallelLoadStrategyWrapper(strategy, engine.context.dp_cp_group)
+        if engine.member:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, engine.context.dp_cp_group)
         try:
-            loaded = dist_checkpointing.load(state, str(folder), strategy)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # about what megatron itself calls
+                loaded = dist_checkpointing.load(state, str(folder), strategy)
         except (CheckpointingException, CheckpointException) as err:
             cause = str(err).strip().splitlines()[-1]
             raise UserError(f"{folder} does not fit the model ({cause}): use another trainer.output_dir") from None
+        if not engine.member:
+            return
         chunks = engine.chunks
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"], strict=True)

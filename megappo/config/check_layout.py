@@ -16,6 +16,14 @@ def check_layout(
     it is accepted here. A vocabulary that TP does not divide is accepted too (it is padded).
     """
     size = parallel.model_parallel_size
+    if world_size is not None:
+        end, total = parallel.first_rank + parallel.ranks_of(world_size), world_size
+        world_size = parallel.ranks_of(world_size)
+        if world_size < 1 or end > total:
+            key = f"{prefix}.first_rank" if parallel.num_ranks is None else f"{prefix}.num_ranks"
+            text = f"the role needs ranks {parallel.first_rank} to {end - 1} but the run has {total}; lower it"
+            yield Problem(key, text, parallel.num_ranks or parallel.first_rank)
+            return
     if world_size is not None and world_size % size:
         tp, pp, cp = (
             parallel.tensor_model_parallel_size,

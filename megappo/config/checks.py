@@ -110,21 +110,17 @@ def _check_train_data(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
-    folders = {
-        "trainer.output_dir": config.trainer.output_dir,
-        "rollout.record_dir": config.rollout.record_dir,
-    }
-    if kind == "sft":
-        folders = {"trainer.output_dir": config.trainer.output_dir}
-        if config.sft is not None and config.sft.export_path:
-            folders["sft.export_path"] = config.sft.export_path
-            wrong = export_problem(config.sft.export_path, config.model.path)
-            if wrong:
-                yield Problem("sft.export_path", wrong, config.sft.export_path)
+    out, export = config.trainer.output_dir, config.sft.export_path if config.sft is not None else None
+    folders = {"trainer.output_dir": out}
+    folders |= {"sft.export_path": export} if kind == "sft" else {"rollout.record_dir": config.rollout.record_dir}
     for key, folder in folders.items():
         wrong = _not_writable(folder) if folder else None
+        if not wrong and folder and key == "sft.export_path":
+            wrong = export_problem(folder, config.model.path)
         if wrong:
             yield Problem(key, wrong, folder)
+    if kind == "train" and (wrong := export_problem(os.path.join(out, "final_hf"), config.model.path)):
+        yield Problem("trainer.output_dir", f"its final_hf, where the trained model goes, {wrong}", out)
 
 
 def _not_writable(folder: str) -> str | None:

@@ -76,7 +76,7 @@ class ModelEngine:
         self.spec, self.layout, self.options = spec, layout, options
         self.device = backend.device()
         self.context = parallel_context(layout)
-        self.thd = backend.has_transformer_engine()
+        self.thd = backend.use_fused_layers(options.dtype)
         self.weights = MegatronWeights(spec, layout, critic=options.critic, fused=self.thd)
         self.member = self.context.member
         self.trained = optim is not None

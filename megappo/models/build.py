@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Recompute = Literal["selective", "full"] | None
 
 
-def _moe_options(spec: ModelSpec, layout: ParallelLayout, aux_loss_coeff: float) -> dict:
+def _moe_options(spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, aux_loss_coeff: float) -> dict:
     """megatron-core's settings for a mixture of experts; without Transformer Engine experts run one after another."""
     if spec.moe is None:
         return {}
@@ -39,7 +39,7 @@ def _moe_options(spec: ModelSpec, layout: ParallelLayout, aux_loss_coeff: float)
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if aux_loss_coeff else "none",
         "moe_aux_loss_coeff": aux_loss_coeff,
-        "moe_grouped_gemm": backend.has_transformer_engine(),
+        "moe_grouped_gemm": backend.use_fused_layers(dtype),
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
@@ -100,13 +100,13 @@ def transformer_config(
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        **_moe_options(spec, layout, aux_loss_coeff),
+        **_moe_options(spec, layout, dtype, aux_loss_coeff),
     )
 
 
 def _layer_specs(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None):
     experts = spec.moe.num_experts if spec.moe else None
-    if backend.has_transformer_engine():
+    if backend.use_fused_layers(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=bool(experts), qk_layernorm=spec.qk_norm
         )
@@ -153,7 +153,7 @@ def build_model(
             vp_stage=vp_stage,
             **options,
         )
-        if backend.has_transformer_engine():
+        if backend.use_fused_layers(dtype):
             model.rotary_pos_emb.inv_freq = inv_freq
         else:
             model.rotary_pos_emb = PackedRotary(inv_freq)

@@ -85,6 +85,8 @@ class ValueHead(MegatronModule):
         return values
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        # Without the data-parallel group every replica would claim to be the one that writes.
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets, tp_group=self.tp_group
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets, **groups
         )

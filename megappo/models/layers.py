@@ -194,14 +194,7 @@ class PackedAttention(MegatronModule):
             rows = x if whole else x.index_select(0, group.gather)
             return rows.reshape(n, longest, x.shape[1], x.shape[2]).transpose(1, 2)
 
-        out = F.scaled_dot_product_attention(
-            batch(query),
-            batch(key),
-            batch(value),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        out = _attention(batch(query), batch(key), batch(value), is_causal=True, scale=self.softmax_scale)
         out = out.transpose(1, 2).reshape(n * longest, query.shape[1], -1)
         return out if group.keep is None else out.index_select(0, group.keep)
 
@@ -222,15 +215,18 @@ class PackedAttention(MegatronModule):
     def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of the last `len(query)` positions of a sequence to all of `key`."""
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=causal_lower_right(len(query), len(key)),
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out[0].transpose(0, 1)
+        mask = causal_lower_right(len(query), len(key))
+        return _attention(q, k, v, attn_mask=mask, scale=self.softmax_scale)[0].transpose(0, 1)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
+    """Attention of `[n, heads, tokens, dim]`; several query heads may share a key head."""
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and query.is_cuda and query.dtype == torch.float32:
+        # In fp32 torch shares heads only in the implementation that keeps tokens x tokens scores.
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        shared = 1
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=shared > 1, **how)
 
 
 class RMSNorm(torch.nn.Module):
@@ -256,7 +252,7 @@ class PackedRotary(torch.nn.Module):
 
     def __init__(self, inv_freq: Tensor):
         super().__init__()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.inv_freq = inv_freq  # no buffer: `.bfloat16()` would round it, and far positions would be wrong
         self._positions: Tensor | None = None
 
     def get_rotary_seq_len(self, inference_context, decoder, decoder_input, config, packed_seq_params=None) -> int:

@@ -169,4 +169,5 @@ def rotary_frequencies(path: str | Path) -> torch.Tensor:
         raise UserError(
             f"{path}/config.json: RoPE type {rotary.rope_type} is not supported; use default, linear or llama3"
         )
-    return rotary.inv_freq.float()
+    # A plain copy: the original is an `nn.Buffer`, which any module it is assigned to would make its own and cast.
+    return rotary.inv_freq.float().clone()

@@ -65,6 +65,11 @@ def has_transformer_engine() -> bool:
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def use_fused_layers(dtype: torch.dtype) -> bool:
+    """Whether a model in `dtype` is made of Transformer Engine's layers: its packed attention knows no fp32."""
+    return has_transformer_engine() and dtype != torch.float32
+
+
 def install() -> None:
     """Import megatron-core quietly and apply the patches that this machine needs. Idempotent.
 
@@ -110,22 +115,13 @@ def init_distributed(timeout_s: float = 600.0) -> None:
     install()
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(_free_port())
     if has_cuda():
         torch.cuda.set_device(device())
     # One backend for each device type: metadata and CPU columns travel over gloo also on a GPU machine.
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    # A run of one process needs no address: a store in memory cannot collide with another run's port.
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
 
 
 def synchronize() -> None:

@@ -75,9 +75,7 @@ class CombinedReward:
         for source in sorted(set(sources)):
             self._check_covered(source, "")
 
-    def measure(
-        self, samples: Sequence[RewardSample], given: Mapping[str, Sequence[float]] | None = None
-    ) -> Scored:
+    def measure(self, samples: Sequence[RewardSample], given: Mapping[str, Sequence[float]] | None = None) -> Scored:
         """Score samples. Changes no statistics, so it serves for validation as well.
 
         Args:
@@ -181,7 +179,8 @@ class CombinedReward:
     def _check_covered(self, source: str, where: str) -> None:
         if not any(component.covers(source) for component in self.components.values()):
             raise UserError(
-                f"rewards: {where}no reward covers data_source {source!r}: add one, or add the source to rewards[i].sources"
+                f"rewards: {where}no reward covers data_source {source!r}: "
+                "add one, or add the source to rewards[i].sources"
             )
 
     def _sum(

@@ -94,9 +94,7 @@ class Component:
         if given is None or len(given) != len(samples):
             raise ValueError(f"component {self.name}: needs a given score for each of {len(samples)} samples")
         mine = [(sample, score) for sample, score, on in zip(samples, given, covered, strict=True) if on]
-        return _one_by_one(
-            lambda pair: check_scores(self.name, [pair[0]], [pair[1]])[0], mine, self.on_error == "fail"
-        )
+        return _one_by_one(lambda pair: check_scores(self.name, [pair[0]], [pair[1]])[0], mine, self.on_error == "fail")
 
     def _column(self, covered: np.ndarray, outcomes: Sequence[Outcome]) -> Column:
         count = len(covered)

@@ -115,8 +115,8 @@ def plan_refill(
         return Refill(good, nothing, poor, min(wanted, math.ceil(missing / share)), False)
     if shortfall == "fail":
         raise UserError(
-            f"algorithm.dynamic_sampling: only {len(good)} of {wanted} prompts have responses of different scores after "
-            f"{rounds} rounds: raise max_rounds or rollout.n, use other prompts, or set shortfall to fill"
+            f"algorithm.dynamic_sampling: only {len(good)} of {wanted} prompts have responses of different scores "
+            f"after {rounds} rounds: raise max_rounds or rollout.n, use other prompts, or set shortfall to fill"
         )
     filled = poor[:missing]
     return Refill(np.sort(np.concatenate([good, filled])), filled, poor[missing:], 0, True)

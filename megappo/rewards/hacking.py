@@ -5,8 +5,8 @@ same numbers on every rank, whichever ranks held the responses. Everything works
 different responses pass for equal with a probability of about 1e-15 in a batch.
 
 Cost: linear in tokens for the sketch (4,096 responses of 2,048 tokens: about two seconds of one core, shared by all
-ranks), and at most `max_pairs` comparisons of sketches for near-duplicates. Beyond that, and beyond `max_grams` n-grams,
-shares are estimates from a sample that depends on the contents only.
+ranks), and at most `max_pairs` comparisons of sketches for near-duplicates. Beyond that, and beyond `max_grams`
+n-grams, shares are estimates from a sample that depends on the contents only.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ def load_library() -> Any:
 class MathScorer:
     """1.0 where the response's answer equals `ground_truth`, otherwise 0.0; used inside a reward process.
 
-    The answer is the last `\\boxed{…}`, else another LaTeX expression, else a plain expression or number. A response
-    without one scores 0 and is counted in the extra `unparsable`; so does one that takes longer than 5 s to parse or
-    compare. The ground truth is LaTeX (with or without `\\boxed{}` or `$…$`) or a plain number.
+    The library looks for `\\boxed{…}` first (several close together are a set), then for other LaTeX, then for plain
+    expressions and numbers, from the end. A response without any scores 0 and is counted in the extra `unparsable`;
+    one that takes longer than 5 s to parse or compare scores 0, too. The ground truth is LaTeX (with or without
+    `\\boxed{}` or `$…$`), a number, or text to compare.
 
     Args:
         strict: variables must have the same names, and sets are not tuples.
@@ -41,7 +42,7 @@ class MathScorer:
         self._rules = {"strict": bool(strict), "float_rounding": int(float_rounding)}
 
     def __call__(self, sample: Any) -> dict[str, float]:
-        """{score, unparsable}. UserError when the ground truth cannot be parsed: the data row is at fault."""
+        """{score, unparsable}. UserError when there is no ground truth: the data row is at fault."""
         library = self._library
         gold = self._gold(sample.ground_truth)
         targets = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
@@ -56,7 +57,5 @@ class MathScorer:
         marked = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
         gold = self._library.parse(marked, [self._library.LatexExtractionConfig()], parsing_timeout=LIBRARY_TIMEOUT_S)
         if not text or not gold:
-            raise UserError(
-                f"ground truth {truth!r} is no mathematical expression: fix reward_model.ground_truth of that row"
-            )
+            raise UserError(f"ground truth {truth!r} holds no answer: fix reward_model.ground_truth of that row")
         return gold

@@ -1,8 +1,8 @@
 """A reward behind HTTP: batches of samples are posted as JSON, scores come back as JSON.
 
-Request:  {"samples": [{"sample_id", "data_source", "prompt", "response", "ground_truth", "extra_info"}, …], "kwargs": {…}}
-Response: {"scores": [0.5, {"score": 1.0, "helpful": 0.3}, null, …]}, one entry a sample, in order. The other numbers of
-a mapping become metrics; null says that the sample cannot be scored.
+Request:  {"samples": [{sample_id, data_source, prompt, response, ground_truth, extra_info}, …], "kwargs": {…}}
+Response: {"scores": [0.5, {"score": 1.0, "helpful": 0.3}, null, …]}, one entry a sample, in order. The other numbers
+of a mapping become metrics; null says that the sample cannot be scored.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class RemoteReward:
                 raise UserError(f"reward '{name}': token_env: the environment has no {settings.token_env}: export it")
             self._headers["authorization"] = f"Bearer {token}"
         self._rng = rng or random.Random()
-        self._kwargs = json.dumps(dict(settings.kwargs), allow_nan=False)
+        try:
+            self._kwargs = json.dumps(dict(settings.kwargs), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"reward '{name}': kwargs cannot be sent as JSON: {error}") from None
         self.breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_pause_s)
         self._retries = self._opened_before = 0
         self._runner: asyncio.Runner | None = None

@@ -60,7 +60,7 @@ class Moments:
 
     @classmethod
     def from_state(cls, state: Mapping[str, float]) -> Moments:
-        """Raises ValueError when the state is not three finite numbers with a count and squares that are not negative."""
+        """Raises ValueError when the state is not three finite numbers, count and squares not negative."""
         try:
             moments = cls(*(float(state[name]) for name in ("count", "mean", "squares")))
         except (KeyError, TypeError) as error:

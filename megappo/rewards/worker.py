@@ -1,8 +1,8 @@
 """One reward process: user code runs there, so that it can neither hang nor kill the trainer.
 
 The process is closed with its parent: on `close()`, at exit, when the object is collected, and also when the parent is
-killed (its end of the pipe closes). It has its own session, so a Ctrl-C at the terminal does not reach it, and when it is
-killed, so is what user code has started.
+killed (its end of the pipe closes). It has its own session, so a Ctrl-C at the terminal does not reach it, and when it
+is killed, so is what user code has started.
 """
 
 from __future__ import annotations

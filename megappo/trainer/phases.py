@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ def sync_weights(run: PPORun) -> Metrics:
     run.rollout.wake()
     stream = run.actor.stream_weights(DTYPES[run.config.rollout.dtype])
     report = run.rollout.update_weights(stream, run.weight_version)
+    run.actor.sleep()
     return {"sync/bytes": float(report.bytes), "sync/version": float(report.version)}
 
 
@@ -141,6 +142,7 @@ def add_reference(run: PPORun, batch: RolloutBatch) -> None:
     there = batch.only("tokens", "loss_mask").to(placement)
     micro = forward_micro_batches(run.reference, there.info.length, placement.owner, sizes)
     there["ref_logprobs"] = run.reference.forward(there, micro, "logprobs")["logprobs"]
+    run.reference.sleep()
     batch["ref_logprobs"] = there.only("ref_logprobs").to(batch.placement)["ref_logprobs"]
 
 
@@ -154,16 +156,22 @@ def add_values(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> tuple[Rollou
     there["values"] = result["values"]
     batch["values"] = there.only("values").to(batch.placement)["values"]
     last = share_per_sample(run.critic, there, result["last_values"])
+    run.critic.sleep()
     return there, last
+
+
+def total(engine: ModelEngine, local: torch.Tensor) -> torch.Tensor:
+    """Sum of `local` over a role's replicas, each counted once; the same on every rank of the run. Collective."""
+    full = local if engine.primary else torch.zeros_like(local)
+    dist.all_reduce(full)
+    return full
 
 
 def share_per_sample(engine: ModelEngine, batch: RolloutBatch, local: torch.Tensor) -> np.ndarray:
     """A number for each sample held here → the array of all samples, on every rank. Collective."""
     full = torch.zeros(len(batch.info), dtype=torch.float64)
     full[torch.from_numpy(batch.indices)] = local.double()
-    if engine.layout.dp > 1:
-        dist.all_reduce(full, group=engine.context.dp_group)
-    return full.numpy()
+    return total(engine, full).numpy()
 
 
 # ------------------------------------------------------------------ rewards and advantages
@@ -190,9 +198,7 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     if "ref_logprobs" not in batch.columns:
         return {}
     kl = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], algorithm.kl_penalty, loss_mask=mask)
-    moments = kl_moments(kl, mask, cu)
-    if run.actor.layout.dp > 1:
-        dist.all_reduce(moments, group=run.actor.context.dp_group)
+    moments = total(run.actor, kl_moments(kl, mask, cu))
     current = float(moments[0] / moments[1].clamp(min=1))
     metrics = {"actor/reward_kl_penalty": current}
     if algorithm.use_kl_in_reward:
@@ -239,9 +245,7 @@ def add_advantages(
         )
         batch["advantages"] = adv.broadcast_to_tokens(batch.sample_values(per_sample.numpy()), mask, cu)
     if algorithm.normalize_advantages and kind not in ("grpo", "rloo", "remax"):
-        moments = adv.moments(batch["advantages"], mask)
-        if run.actor.layout.dp > 1:
-            dist.all_reduce(moments, group=run.actor.context.dp_group)
+        moments = total(run.actor, adv.moments(batch["advantages"], mask))
         batch["advantages"] = adv.whiten(batch["advantages"], mask, moments)
 
 
@@ -249,9 +253,7 @@ def add_correction(run: PPORun, batch: RolloutBatch) -> tuple[RolloutBatch, Metr
     """`correction`: weights for the gap between rollout and training log-probs, which is measured in any case."""
     rules = run.config.algorithm.correction
     mask = batch["loss_mask"]
-    moments = mismatch_moments(batch["old_logprobs"], batch["rollout_logprobs"], mask)
-    if run.actor.layout.dp > 1:
-        dist.all_reduce(moments, group=run.actor.context.dp_group)
+    moments = total(run.actor, mismatch_moments(batch["old_logprobs"], batch["rollout_logprobs"], mask))
     metrics = mismatch_from(moments)
     if rules.mode == "none":
         return batch, metrics
@@ -273,24 +275,24 @@ def add_correction(run: PPORun, batch: RolloutBatch) -> tuple[RolloutBatch, Metr
 
 
 # ------------------------------------------------------------------ updates
-def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Metrics:
+@dataclass
+class Update:
+    """The optimizer steps of one role in one iteration, as this rank saw them (None outside the role's layout)."""
+
+    role: str
+    loss: Loss
+    steps: list[StepStats | None]
+
+
+def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     critic = run.config.critic
     loss = ValueLoss(critic.cliprange_value)
-    steps = [
-        run.critic.train_step(
-            batch,
-            plan.minis[mini],
-            plan.micro_batches(mini),
-            loss,
-            agg_mode=critic.loss_agg_mode,
-            norm_length=run.config.actor.loss_agg_norm_length,
-        )
-        for mini in plan.steps(critic.ppo_epochs)
-    ]
-    return step_metrics(run.critic, loss, steps, "critic")
+    steps = _steps(run, run.critic, batch, plan, loss, critic.ppo_epochs, critic.loss_agg_mode)
+    run.critic.sleep()
+    return Update("critic", loss, steps)
 
 
-def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Metrics:
+def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     actor = run.config.actor
     loss = PolicyLoss(
         PolicyLossConfig(actor.policy_loss, actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
@@ -299,40 +301,48 @@ def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Metrics:
         kl_type=actor.kl_loss_type,
         corrected="correction" in batch.columns,
     )
-    steps = [
-        run.actor.train_step(
-            batch,
-            plan.minis[mini],
-            plan.micro_batches(mini),
-            loss,
-            agg_mode=actor.loss_agg_mode,
-            norm_length=actor.loss_agg_norm_length,
+    return Update("actor", loss, _steps(run, run.actor, batch, plan, loss, actor.ppo_epochs, actor.loss_agg_mode))
+
+
+def _steps(run: PPORun, engine: ModelEngine, batch: RolloutBatch, plan: RolePlan, loss: Loss, epochs: int, mode: str):
+    norm_length = run.config.actor.loss_agg_norm_length
+    return [
+        engine.train_step(
+            batch, plan.minis[mini], plan.micro_batches(mini), loss, agg_mode=mode, norm_length=norm_length
         )
-        for mini in plan.steps(actor.ppo_epochs)
+        for mini in plan.steps(epochs)
     ]
-    metrics = step_metrics(run.actor, loss, steps, "actor")
+
+
+def update_metrics(run: PPORun, updates: list[Update]) -> Metrics:
+    """Means (maxima) over the optimizer steps of all roles. After all updates, so that roles on ranks of their own
+    train at the same time."""
+    metrics: Metrics = {}
+    for update in updates:
+        metrics |= step_metrics(run.engines[update.role], update)
     if "actor/ratio_min_neg" in metrics:
         metrics["actor/ratio_min"] = -metrics.pop("actor/ratio_min_neg")
-    if actor.use_kl_loss:
-        metrics["actor/kl_coef"] = actor.kl_loss_coef
+    if run.config.actor.use_kl_loss:
+        metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
     return metrics
 
 
-def step_metrics(engine: ModelEngine, loss: Loss, steps: list[StepStats], role: str) -> Metrics:
-    """Means (maxima) over the optimizer steps, made global."""
+def step_metrics(engine: ModelEngine, update: Update) -> Metrics:
+    """One role's metrics, made global."""
+    role, steps = update.role, update.steps
     numbers = MetricAccumulator()
     counted = steps if engine.reports else []
-    for name in loss.sums:
+    for name in update.loss.sums:
         numbers.add_sum(name, sum(s.sums[name] for s in counted), len(steps))
-    for name in loss.maxima:
+    for name in update.loss.maxima:
         numbers.add_max(name, [s.maxima[name] for s in counted])
-    norms = [s.grad_norm for s in steps if s.applied]
-    return {
-        **numbers.reduce(),
-        **({f"{role}/grad_norm": float(np.mean(norms)), f"{role}/grad_norm_max": max(norms)} if norms else {}),
-        f"{role}/lr": steps[-1].lr,
-        f"{role}/skipped_steps": float(len(steps) - len(norms)),
-    }
+    mine = steps if engine.member else []
+    norms = [s.grad_norm for s in mine if s.applied]
+    numbers.add_mean(f"{role}/grad_norm", norms)
+    numbers.add_max(f"{role}/grad_norm_max", norms)
+    numbers.add_max(f"{role}/lr", [s.lr for s in mine[-1:]])
+    numbers.add_max(f"{role}/skipped_steps", [float(len(mine) - len(norms))] if mine else [])
+    return numbers.reduce()
 
 
 def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
@@ -348,15 +358,14 @@ def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
     for source in np.unique(sources[whole]):
         out[f"reward/{source}/mean"] = float(info.score[whole & (sources == source)].mean())
     numbers = MetricAccumulator()
-    mask = batch["loss_mask"]
-    numbers.add_stats("critic/rewards", segment_sum(batch["rewards"], batch.cu_seqlens))
+    mask = batch["loss_mask"] if run.actor.primary else torch.zeros_like(batch["loss_mask"])
+    totals = segment_sum(batch["rewards"], batch.cu_seqlens)
+    numbers.add_stats("critic/rewards", totals if run.actor.primary else totals[:0])
     for name in ("advantages", "returns", "values"):
         if name in batch.columns:
             numbers.add_stats(f"critic/{name}", batch[name][mask])
-    out |= numbers.reduce(run.actor.context.dp_group)
+    out |= numbers.reduce()
     if "returns" in batch.columns:
         moments = explained_variance_moments(batch["values"], batch["returns"], mask)
-        if run.actor.layout.dp > 1:
-            dist.all_reduce(moments, group=run.actor.context.dp_group)
-        out["critic/vf_explained_var"] = explained_variance_from(moments)
+        out["critic/vf_explained_var"] = explained_variance_from(total(run.actor, moments))
     return out

@@ -23,13 +23,13 @@ class RolePlan:
     minis: list[np.ndarray]
     schedule: Schedule
     placement: Placement
-    dp_rank: int
+    dp_rank: int | None
     seed: tuple[int, ...]
     shuffle: bool
 
     def micro_batches(self, mini: int) -> MicroBatches:
-        """This rank's micro-batches of a mini-batch."""
-        return self.schedule.micro_batches[mini][self.dp_rank]
+        """This rank's micro-batches of a mini-batch; none outside the role's layout."""
+        return [] if self.dp_rank is None else self.schedule.micro_batches[mini][self.dp_rank]
 
     def steps(self, epochs: int) -> Iterator[int]:
         """Mini-batch of every optimizer step of the iteration."""
@@ -54,13 +54,13 @@ def role_plan(
     layout = engine.layout
     schedule = plan(lengths, minis, layout.dp, budget, multiple_of=_multiple(engine))
     placement = engine.placement(schedule.owner)
-    return RolePlan(minis, schedule, placement, engine.context.coords.dp, seed, shuffle)
+    return RolePlan(minis, schedule, placement, engine.dp_rank, seed, shuffle)
 
 
 def forward_micro_batches(engine: ModelEngine, lengths: np.ndarray, owner: np.ndarray, budget: Budget) -> MicroBatches:
     """This rank's micro-batches of a forward-only pass over the samples that its replica owns."""
     ranks = plan_forward(lengths, owner, engine.layout.dp, budget, multiple_of=_multiple(engine))
-    return ranks[engine.context.coords.dp]
+    return [] if engine.dp_rank is None else ranks[engine.dp_rank]
 
 
 def _multiple(engine: ModelEngine) -> int:

@@ -104,13 +104,16 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
         metrics |= phases.batch_metrics(run, batch)
         actor_batch, mismatch = phases.add_correction(run, batch)
         metrics |= mismatch
+    updates, train_actor = [], run.iteration >= run.config.trainer.critic_warmup
     if run.critic is not None:
         with timer("update_critic"):
             critic_batch["returns"] = batch.only("returns").to(critic_plan.placement)["returns"]
-            metrics |= phases.update_critic(run, critic_batch, critic_plan)
-    if run.iteration >= run.config.trainer.critic_warmup:
+            updates.append(phases.update_critic(run, critic_batch, critic_plan))
+    if train_actor:
         with timer("update_actor"):
-            metrics |= phases.update_actor(run, actor_batch, actor_plan)
+            updates.append(phases.update_actor(run, actor_batch, actor_plan))
+    metrics |= phases.update_metrics(run, updates)
+    if train_actor:
         run.weight_version += 1
         with timer("sync_weights"):
             metrics |= phases.sync_weights(run)

@@ -19,16 +19,17 @@ from megappo.checkpoint.distributed import load_engine, save_engine
 from megappo.checkpoint.store import CheckpointStore, write_json
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
+from megappo.parallel.reduce import gather_objects
 from megappo.trainer.setup import PPORun
-
 
 # What a resumed run may change without a word: how long to run, what to log and record.
 _FREE_TO_CHANGE = ("trainer.", "sft.", "rollout.val.", "rollout.record_dir")
+_TOLD = ("trainer.seed", "trainer.critic_warmup")
 
 
 def trained(engines: dict[str, ModelEngine]) -> dict[str, ModelEngine]:
     """The roles that change. The reference never does: it is loaded from its own folder again, never re-anchored."""
-    return {role: engine for role, engine in engines.items() if engine.optimizer is not None}
+    return {role: engine for role, engine in engines.items() if engine.trained}
 
 
 def save_state(store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict) -> Path:
@@ -37,8 +38,9 @@ def save_state(store: CheckpointStore, iteration: int, engines: dict[str, ModelE
     for role, engine in trained(engines).items():
         save_engine(engine, folder / role)
     _save_rng(folder)
+    everyone = gather_objects({role: e.optimizer.state() for role, e in trained(engines).items() if e.member})
     if dist.get_rank() == 0:
-        optimizers = {role: engine.optimizer.state() for role, engine in trained(engines).items()}
+        optimizers = {role: state for part in reversed(everyone) for role, state in part.items()}
         state = {"megappo": __version__, "iteration": iteration, "world": dist.get_world_size()}
         write_json(folder / "state.json", state | {"optimizers": optimizers} | extra)
     return store.commit(iteration)
@@ -62,7 +64,8 @@ def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict 
         )
     for role, engine in roles.items():
         load_engine(engine, folder / role)
-        engine.optimizer.load_state(state["optimizers"][role])
+        if engine.member:
+            engine.optimizer.load_state(state["optimizers"][role])
     _load_rng(folder, state["world"])
     return state
 
@@ -96,7 +99,7 @@ def load_run(run: PPORun) -> list[str] | None:
     run.weight_version = int(state["weight_version"])
     run.kl_controller.load_state_dict(state["kl_controller"])
     before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if not key.startswith(_FREE_TO_CHANGE)]
+    keys = [key for key in {**before, **now} if key in _TOLD or not key.startswith(_FREE_TO_CHANGE)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 

@@ -63,9 +63,10 @@ class PPORun:
 
 
 def layout_of(parallel: ParallelConfig, world: int) -> ParallelLayout:
-    """The grid that a role's configuration describes over `world` ranks."""
+    """The grid that a role's configuration describes in a run of `world` ranks."""
     return ParallelLayout(
-        world=world,
+        world=parallel.ranks_of(world),
+        first_rank=parallel.first_rank,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
@@ -95,6 +96,7 @@ def build_engine(
         router_aux_loss_coef=model.router_aux_loss_coef,
         temperature=temperature,
         recompute=parallel.recompute,
+        offload=parallel.offload,
         distributed_optimizer=parallel.use_distributed_optimizer,
     )
     layout = layout_of(parallel, dist.get_world_size())

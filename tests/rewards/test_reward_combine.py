@@ -195,9 +195,7 @@ def test_scores_without_spread_standardise_to_zero(scores):
 def test_metrics_do_not_depend_on_how_samples_are_spread_and_need_no_common_extras():
     class Odd(Fake):
         def outcomes(self, samples, fail_fast=False):
-            return [
-                Outcome(float(s.response_text), {"odd": 1.0} if int(s.response_text) % 2 else {}) for s in samples
-            ]
+            return [Outcome(float(s.response_text), {"odd": 1.0} if int(s.response_text) % 2 else {}) for s in samples]
 
     def run(*parts):
         return absorb(CombinedReward([component(Odd(), standardize=True)]), *(samples(*part) for part in parts))

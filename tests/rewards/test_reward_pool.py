@@ -322,7 +322,7 @@ def test_ctrl_c_in_the_parent_ends_the_process_rather_than_mixing_up_replies(mak
     with monkeypatch.context() as patch:
         patch.setattr("megappo.rewards.pool.wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            reward.score([sample("dict")])
+            reward.score([sample("sleep")])
     assert gone(pid)
     assert reward.score([sample("x")]) == [1.0]
 

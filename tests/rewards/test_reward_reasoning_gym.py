@@ -4,8 +4,8 @@ import pytest
 
 from megappo.errors import UserError
 from megappo.rewards.base import Outcome, RewardSample
-from megappo.rewards.reasoning_gym import ReasoningGymScorer, dump_json, extract_answer
 from megappo.rewards.pool import PoolReward
+from megappo.rewards.reasoning_gym import ReasoningGymScorer, dump_json, extract_answer
 
 library = pytest.importorskip("reasoning_gym")
 

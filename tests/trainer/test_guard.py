@@ -276,12 +276,12 @@ def test_rules_that_only_adjust_do_not_spoil_health_unless_told():
 def test_metrics_tell_health_events_and_the_band():
     band = {"metric": "kl", "low": 0.005, "high": 0.015}
     guard = make_guard([rule(above=1.0)], guard={"kl_band": band})
-    for kl, where in ((0.004, -1.0), (0.005, 0.0), (0.015, 0.0), (0.016, 1.0), (INF, 1.0)):
-        guard.check({"kl": kl, "m": 2.0}, 1, TOTAL)
+    for i, (kl, where) in enumerate([(0.004, -1.0), (0.005, 0.0), (0.015, 0.0), (0.016, 1.0), (INF, 1.0)], 1):
+        guard.check({"kl": kl, "m": 2.0}, i, TOTAL)
         assert guard.metrics() == {
             "guard/healthy": 1.0, "guard/events": 1.0, "guard/rollbacks": 0.0, "guard/kl_band": where,
         }  # fmt: skip
-    guard.check({"kl": NAN}, 2, TOTAL)
+    guard.check({"kl": NAN}, 6, TOTAL)
     assert "guard/kl_band" not in guard.metrics()
 
 

@@ -21,6 +21,11 @@ class ParallelConfig(Section):
     sequence_parallel: bool = key(
         False, "Also split activations between TP ranks along the sequence; without effect at TP 1."
     )
+    first_rank: int = key(0, "First of the ranks that hold the role; others can hold other roles (rank).", ge=0)
+    num_ranks: int | None = key(None, "Ranks that hold the role (ranks); null: all from first_rank on.", ge=1)
+    offload: Literal["none", "optimizer", "all"] = key(
+        "none", "Moved to host memory while the role is idle: nothing, gradients and optimizer state, or weights too."
+    )
     use_distributed_optimizer: bool = key(True, "Split optimizer state between data-parallel ranks.")
     num_layers_in_first_pipeline_stage: int | None = key(
         None, "Layers on the first pipeline stage if the split is uneven (layers); null: even.", ge=1
@@ -36,6 +41,10 @@ class ParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Ranks that together hold one replica and one sequence: tp * pp * cp."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def ranks_of(self, world_size: int) -> int:
+        """Ranks that hold the role in a run of `world_size` ranks."""
+        return world_size - self.first_rank if self.num_ranks is None else self.num_ranks
 
     @property
     def vpp(self) -> int:

@@ -52,7 +52,9 @@ class RewardConfig(Section):
         "train on it, neutral gives it neutral_score.",
     )
     neutral_score: float = key(0.0, "Score of responses that cannot be scored, for on_error neutral.")
-    timeout_s: float = key(30.0, "Longest time for one response, for `remote` one attempt of a request (seconds).", gt=0)
+    timeout_s: float = key(
+        30.0, "Longest time for one response, for `remote` one attempt of a request (seconds).", gt=0
+    )
     workers: int = key(1, "Processes per rank (function, math, reasoning_gym).", ge=1)
     kwargs: dict[str, Any] = key({}, "Keyword arguments of the function; options of gsm8k and math; sent by remote.")
     path: str | None = key(
@@ -65,7 +67,9 @@ class RewardConfig(Section):
     retries: int = key(
         3, "Further attempts after a connection error, a timeout or a 5xx answer; never after others (remote).", ge=0
     )
-    backoff_s: float = key(0.5, "Wait before the first further attempt; doubles each time, with jitter (seconds).", ge=0)
+    backoff_s: float = key(
+        0.5, "Wait before the first further attempt; doubles each time, with jitter (seconds).", ge=0
+    )
     backoff_max_s: float = key(30.0, "Longest such wait (seconds).", ge=0)
     breaker_failures: int = key(
         5, "After so many failed requests in a row the server is left alone for a while (remote).", ge=1
