@@ -7,7 +7,9 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ppo_case import config_of, write_case
@@ -17,13 +19,14 @@ from warm_ranks import on_ranks
 from megappo.trainer.ppo import run_ppo
 
 
-def command(arguments: list[str]) -> tuple[int, str, str]:
-    """(exit code, standard error, standard output) of `megappo ARGUMENTS`, in this process."""
+def command(arguments: list[str], missing: str = "") -> tuple[int, str, str]:
+    """(exit code, standard error, standard output) of `megappo ARGUMENTS`, here, as if `missing` were not installed."""
     from megappo.observe.failures import run_app
     from megappo_cli.main import app
 
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+    hidden = mock.patch.dict(sys.modules, {missing: None} if missing else {})
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out), hidden:
         code = run_app(app, arguments)
     return code, err.getvalue(), out.getvalue()
 
@@ -33,10 +36,10 @@ def case(tmp_path_factory):
     return write_case(tmp_path_factory.mktemp("bad"), layers=2)
 
 
-def refused(yaml_file: Path, *overrides: str, kind: str = "train") -> str:
+def refused(yaml_file: Path, *overrides: str, missing: str = "") -> str:
     """The one line that a run with these overrides ends with; its output folder must not exist afterwards."""
     out = yaml_file.parent / "refused"
-    code, err, printed = on_ranks(1, command, [kind, str(yaml_file), f"trainer.output_dir={out}", *overrides])
+    code, err, printed = on_ranks(1, command, ["train", str(yaml_file), f"trainer.output_dir={out}", *overrides], missing)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
     assert printed == "" and not out.exists()
     return err.removeprefix("error: ").rstrip("\n")
@@ -125,7 +128,7 @@ def test_output_folders_that_cannot_be_written(case):
 def test_a_logger_that_is_not_installed_shows_before_the_models_are_loaded(case):
     model = copy_of_the_model(case, "never_read")
     (model / "model.safetensors").write_bytes(b"")
-    line = refused(case, "trainer.logger=[mlflow]", f"model.path={model}")
+    line = refused(case, "trainer.logger=[mlflow]", f"model.path={model}", missing="mlflow")
     assert "mlflow" in line and "pip install" in line
 
 
@@ -190,7 +193,7 @@ def test_a_replay_that_is_shorter_than_the_run(case, recorded):
 
 def test_a_replay_of_other_prompts(case, recorded):
     assert "another prompt than the data set" in refused(case, "trainer.seed=2", *replayed(recorded))
-    assert "has no sample" in refused(case, "rollout.n=3", "data.train_batch_size=6", *replayed(recorded))
+    assert "has no sample" in refused(case, "data.train_batch_size=12", *replayed(recorded))
     assert "greedy_000000.jsonl" in refused(case, "algorithm.adv_estimator=remax", *replayed(recorded))
     assert "more than data.max_response_length=2" in refused(case, "data.max_response_length=2", *replayed(recorded))
 
