@@ -75,7 +75,7 @@ def run_all(root: Path, args: argparse.Namespace) -> None:
 
     runs = {
         "torch.save": lambda: torch.save(tensors, plain),
-        "MegaPPO save": lambda: save_engine(engine, folder),
+        "MegaPPO save": lambda: save_engine(engine, folder).finish(),
         "torch.load": load_plain,
         "MegaPPO load": lambda: load_engine(engine, folder),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,8 +74,51 @@ def _in_process_writes() -> Iterator[None]:
         torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue = real
 
 
-def save_engine(engine: ModelEngine, folder: Path) -> None:
-    """Write the role into `folder`, every rank its part. Collective."""
+class PendingSave:
+    """A role's shards on their way to the disk: a copy of them is written by a thread while training goes on."""
+
+    def __init__(self, request):
+        self._finalize = request.finalize_fns
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is None:  # nothing to write on this rank
+            return
+        rank, buckets, results = request.async_fn_args
+        arguments = (rank, [_copy(bucket) for bucket in buckets], results)
+
+        def write() -> None:
+            try:
+                request.async_fn(*arguments, **request.async_fn_kwargs)
+            except BaseException as err:
+                self._error = err
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def written(self) -> bool:
+        """This rank's part is on disk."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for this rank's part, then write what describes all parts. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        dist.barrier()
+        for finalize in self._finalize:
+            finalize()
+
+
+def _copy(bucket: tuple) -> tuple:
+    """A write bucket with its tensors on the host, where the training that goes on cannot change them."""
+    file_name, storage_key, (others, tensors) = bucket
+    return file_name, storage_key, (others, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors])
+
+
+def save_engine(engine: ModelEngine, folder: Path) -> PendingSave:
+    """Begin to write the role into `folder`, every rank its part; whole only after `finish`. Collective."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -86,7 +130,9 @@ def save_engine(engine: ModelEngine, folder: Path) -> None:
         if engine.member:
             strategy = FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
         state |= _common_state_for_rank_0(engine, state)
-        dist_checkpointing.save(state, str(folder), strategy, content_metadata=_METADATA)
+        return PendingSave(
+            dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=_METADATA)
+        )
 
 
 def _common_state_for_rank_0(engine: ModelEngine, state: dict) -> dict:

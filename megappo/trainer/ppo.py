@@ -14,7 +14,7 @@ from megappo.parallel import backend
 from megappo.trainer import phases
 from megappo.trainer.evaluate import evaluate
 from megappo.trainer.interrupt import StopRequest
-from megappo.trainer.resume import load_run, save_run, store_of
+from megappo.trainer.resume import load_run, save_run, settle, store_of
 from megappo.trainer.setup import DTYPES, PPORun, build_run, read_inputs
 from megappo.trainer.watch import Watch
 
@@ -55,7 +55,8 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
                 metrics |= _evaluate(run, watch)
         if _due(trainer.save_freq, run.iteration, last or stopping):
             with timer("save_checkpoint"):
-                save_run(run)
+                save_run(run, wait=last or stopping or not trainer.async_save)
+        settle(run, wait=False)
         watch.log(run.iteration, metrics | timer.take())
     if run.iteration < run.total_iterations:
         raise stop.interrupted(f"iteration {run.iteration}", store_of(run), "trainer.save_freq", trainer.resume)

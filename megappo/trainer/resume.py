@@ -7,6 +7,7 @@ that has to be kept of them.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megappo import __version__
-from megappo.checkpoint.distributed import load_engine, save_engine
+from megappo.checkpoint.distributed import PendingSave, load_engine, save_engine
 from megappo.checkpoint.store import CheckpointStore, write_json
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
-from megappo.parallel.reduce import gather_objects
+from megappo.parallel.reduce import any_rank, gather_objects
 from megappo.trainer.setup import PPORun
 
 # What a resumed run may change without a word: how long to run, what to log and record.
@@ -32,18 +33,38 @@ def trained(engines: dict[str, ModelEngine]) -> dict[str, ModelEngine]:
     return {role: engine for role, engine in engines.items() if engine.trained}
 
 
-def save_state(store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict) -> Path:
-    """Write one checkpoint of these roles plus `extra` (JSON). Collective."""
+@dataclass
+class PendingCheckpoint:
+    """A checkpoint whose shards are still being written. Nobody can see it before `finish`."""
+
+    store: CheckpointStore
+    iteration: int
+    roles: list[PendingSave]
+
+    def written(self) -> bool:
+        """All ranks have written their parts. Collective."""
+        return not any_rank(not all(role.written for role in self.roles))
+
+    def finish(self) -> Path:
+        """Wait until it is written, then make it visible. Collective."""
+        for role in self.roles:
+            role.finish()
+        return self.store.commit(self.iteration)
+
+
+def save_state(
+    store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict
+) -> PendingCheckpoint:
+    """Begin one checkpoint of these roles plus `extra` (JSON). Collective."""
     folder = store.begin(iteration)
-    for role, engine in trained(engines).items():
-        save_engine(engine, folder / role)
+    pending = [save_engine(engine, folder / role) for role, engine in trained(engines).items()]
     _save_rng(folder)
     everyone = gather_objects({role: e.optimizer.state() for role, e in trained(engines).items() if e.member})
     if dist.get_rank() == 0:
         optimizers = {role: state for part in reversed(everyone) for role, state in part.items()}
         state = {"megappo": __version__, "iteration": iteration, "world": dist.get_world_size()}
         write_json(folder / "state.json", state | {"optimizers": optimizers} | extra)
-    return store.commit(iteration)
+    return PendingCheckpoint(store, iteration, pending)
 
 
 def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict | None:
@@ -75,14 +96,24 @@ def store_of(run: PPORun) -> CheckpointStore:
     return CheckpointStore(run.checkpoints, run.config.trainer.max_ckpt_to_keep)
 
 
-def save_run(run: PPORun) -> Path:
-    """Checkpoint the run after `run.iteration` iterations. Collective."""
+def save_run(run: PPORun, *, wait: bool = True) -> None:
+    """Checkpoint the run after `run.iteration` iterations; without `wait` it is completed by `settle`. Collective."""
+    settle(run, wait=True)
     extra = {
         "weight_version": run.weight_version,
         "kl_controller": run.kl_controller.state_dict(),
         "config": run.config.model_dump(mode="json"),
     }
-    return save_state(store_of(run), run.iteration, run.engines, extra)
+    run.pending_save = save_state(store_of(run), run.iteration, run.engines, extra)
+    if wait:
+        settle(run, wait=True)
+
+
+def settle(run: PPORun, *, wait: bool) -> None:
+    """Complete the checkpoint under way, if there is one, once it is written (or now, with `wait`). Collective."""
+    if run.pending_save is not None and (wait or run.pending_save.written()):
+        run.pending_save.finish()
+        run.pending_save = None
 
 
 def load_run(run: PPORun) -> list[str] | None:

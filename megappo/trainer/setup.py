@@ -56,6 +56,7 @@ class PPORun:
     iteration: int = 0
     weight_version: int = 0
     engines: dict[str, ModelEngine] = field(default_factory=dict)
+    pending_save: Any = None  # resume.PendingCheckpoint
 
     @property
     def checkpoints(self) -> Path:

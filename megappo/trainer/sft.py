@@ -111,7 +111,7 @@ class _Sft:
             if self.val is not None and sft.test_freq > 0 and (last or self.step % sft.test_freq == 0):
                 metrics |= self._validate()
             if sft.save_freq > 0 and (last or stopping or self.step % sft.save_freq == 0):
-                save_state(self.store, self.step, {"sft": self.engine}, {})
+                save_state(self.store, self.step, {"sft": self.engine}, {}).finish()
             self.watch.log(self.step, metrics | timer.take())
         if self.step < self.total:
             raise stop.interrupted(f"step {self.step}", self.store, "sft.save_freq", self.config.trainer.resume)

@@ -39,7 +39,9 @@ def case(tmp_path_factory):
 def refused(yaml_file: Path, *overrides: str, missing: str = "") -> str:
     """The one line that a run with these overrides ends with; its output folder must not exist afterwards."""
     out = yaml_file.parent / "refused"
-    code, err, printed = on_ranks(1, command, ["train", str(yaml_file), f"trainer.output_dir={out}", *overrides], missing)
+    code, err, printed = on_ranks(
+        1, command, ["train", str(yaml_file), f"trainer.output_dir={out}", *overrides], missing
+    )
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
     assert printed == "" and not out.exists()
     return err.removeprefix("error: ").rstrip("\n")

@@ -161,10 +161,11 @@ from megappo.trainer import resume
 
 real = resume.save_engine
 def save_engine(engine, folder):
-    real(engine, folder)
+    pending = real(engine, folder)
     if folder.parent.name.startswith("iter_000002") and folder.name == "actor":
         print("saving", os.getpid(), flush=True)
         signal.pause()
+    return pending
 resume.save_engine = save_engine
 
 from megappo_cli.main import main

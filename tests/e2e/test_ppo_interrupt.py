@@ -101,7 +101,9 @@ def test_control_c_finishes_the_iteration_saves_and_says_how_to_continue(folder)
     with open(folder / "go_on", "w"):
         pass
     assert first.end() == 130
-    told = re.search(r"interrupted after iteration 2; the newest checkpoint is (.*); to continue from it: (.*)\n", first.said)
+    told = re.search(
+        r"interrupted after iteration 2; the newest checkpoint is (.*); to continue from it: (.*)\n", first.said
+    )
     assert told and Path(told[1]) == folder / "out/checkpoints/iter_000002", first.said
     assert "Traceback" not in first.said
     assert [line["step"] for line in read_metrics(folder / "out")] == [1, 2]

@@ -120,7 +120,7 @@ def continue_from_checkpoint(folder: Path, out: Path, dtype: torch.dtype, distri
 
     straight, loaded = (make_engine(folder, dtype, trained=True, distributed_optimizer=distributed) for _ in range(2))
     step(straight, 0)
-    save_engine(straight, out)
+    save_engine(straight, out).finish()
     load_engine(loaded, out)
     loaded.optimizer.load_state(straight.optimizer.state())
     assert device_of(loaded) == backend.device().type

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support import make_hf_model, run_ranks
+from support import make_hf_model
+from warm_ranks import on_ranks
 
 from megappo.config.schema.optim import OptimConfig
 
@@ -239,8 +240,7 @@ CASES_2 = [
     ("PP2 packed", {"pp": 2}, {"tokens": 30}),
     ("PP2 VPP2", {"pp": 2, "vpp": 2}, {"tokens": 25}),
     ("PP2 uneven", {"pp": 2, "first_stage_layers": 1}, {"samples": 2}),
-    ("CP2", {"cp": 2}, {"samples": 2}),
-    ("CP2 packed", {"cp": 2}, {"tokens": 30}),
+        ("CP2 packed", {"cp": 2}, {"tokens": 30}),
     ("DP2", {}, {"samples": 2}),
     ("DP2, everything offloaded", {"offload": "all"}, {"tokens": 40}),
     ("the first rank of two", {"world": 1}, {"samples": 2}),
@@ -310,15 +310,16 @@ def folders(tmp_path_factory):
     ("world", "families", "cases", "kinds"),
     [
         (1, ("qwen2", "qwen2_tied", "qwen3"), CASES_1, ("actor", "critic", "gspo")),
-        (2, ("qwen2", "qwen2_tied"), CASES_2, ("actor", "critic")),
-        (2, ("qwen3",), CASES_2[:4], ("actor", "gspo")),
-        (4, ("qwen2", "qwen2_tied"), CASES_4, ("actor", "critic")),
+        (2, ("qwen2_tied",), CASES_2, ("actor", "critic")),
+        (2, ("qwen2", "qwen3"), CASES_2[:5], ("actor", "gspo")),
+        (4, ("qwen2_tied",), CASES_4, ("actor",)),
+        (4, ("qwen2",), CASES_4, ("critic",)),
         (1, ("mixtral", "qwen3_moe"), CASES_1[:3], ("actor", "critic")),
-        (2, ("mixtral", "qwen3_moe"), CASES_2_MOE, ("actor", "critic")),
-        (4, ("qwen3_moe",), CASES_4_MOE, ("actor", "critic")),
+        (2, ("mixtral", "qwen3_moe"), CASES_2_MOE, ("actor",)),
+        (2, ("qwen3_moe",), CASES_2_MOE[2:3], ("critic",)),
+        (4, ("qwen3_moe",), CASES_4_MOE, ("actor",)),
     ],
-    ids=["1 rank", "2 ranks", "2 ranks, QK norm", "4 ranks", "1 rank, MoE", "2 ranks, MoE", "4 ranks, MoE"],
 )
 def test_every_layout_equals_transformers(folders, references, world, families, cases, kinds):
     wanted = {(family, kind): references(family, kind) for family in families for kind in kinds}
-    assert run_ranks(world, check_layouts, folders, cases, wanted) == len(wanted) * len(cases)
+    assert on_ranks(world, check_layouts, folders, cases, wanted, timeout=280) == len(wanted) * len(cases)

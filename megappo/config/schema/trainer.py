@@ -29,6 +29,7 @@ class TrainerConfig(Section):
         None, "Iterations (rollout + update) to run; null: total_epochs decides; wins if given.", ge=1
     )
     save_freq: SaveEvery = key(10, "Save a checkpoint every so many iterations; -1: never.")
+    async_save: bool = key(False, "Write checkpoints in the background while training goes on.")
     test_freq: SaveEvery = key(5, "Evaluate on the validation prompts every so many iterations; -1: never.")
     val_before_train: bool = key(True, "Evaluate once before the first iteration.")
     critic_warmup: int = key(0, "Iterations at the start in which only the critic is trained.", ge=0)
