@@ -216,6 +216,7 @@ def add_advantages(
     mask, cu, kind = batch["loss_mask"], batch.cu_seqlens, algorithm.adv_estimator
     if kind == "gae":
         bootstrap = None
+        decoupled = algorithm.adaptive_lam_alpha is not None or algorithm.lam_critic != algorithm.lam
         if algorithm.bootstrap_truncated:
             bootstrap = batch.sample_values(np.where(batch.info.truncated, last_values, 0.0))
         batch["advantages"], batch["returns"] = adv.gae(
@@ -225,7 +226,7 @@ def add_advantages(
             cu,
             algorithm.gamma,
             algorithm.lam,
-            lam_returns=None if algorithm.lam_critic == algorithm.lam else algorithm.lam_critic,
+            lam_returns=algorithm.lam_critic if decoupled else None,
             adaptive_alpha=algorithm.adaptive_lam_alpha,
             bootstrap_values=bootstrap,
         )

@@ -41,7 +41,7 @@ def write_tiny_model(
     tokenizer = build_tokenizer(texts)
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
+        intermediate_size=max(8, hidden * 8 // 3 // 8 * 8),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
