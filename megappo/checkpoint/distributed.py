@@ -63,8 +63,11 @@ def _in_process_writes() -> Iterator[None]:
                 pending.put(number)
                 self.write_preloaded_data(transforms, number, bucket, done, pending, True)
             outcomes = dict(done.get() for _ in buckets)
-            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
-            results.put(failures[0] if failures else outcomes)
+            for number, outcome in outcomes.items():
+                if isinstance(outcome, Exception):  # torch reports a full disk as a RuntimeError
+                    why = (str(outcome).splitlines() or [type(outcome).__name__])[0]
+                    raise UserError(f"cannot write {buckets[number][0]} ({why}): is the disk full?") from outcome
+            results.put(outcomes)
 
     real = torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue
     torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue = Writer, queue.Queue

@@ -27,7 +27,8 @@ class Answer:
 def evaluate(run: PPORun) -> tuple[dict[str, float], list[Answer]]:
     """Metrics and all answers, on every rank. Collective.
 
-    For each data source: `val/<source>/acc` (share of scores >= 0.8), `val/<source>/reward/mean`. With `rollout.val.sampled` also `…_sampled`, at the training temperature.
+    For each data source: `val/<source>/acc` (share of scores >= 0.8) and `val/<source>/reward/mean`. With
+    `rollout.val.sampled` also `…_sampled`, at the training temperature.
     """
     val = run.config.rollout.val
     greedy = _answers(run, _sampling(run, val.temperature, val.top_p, val.top_k), val.n)

@@ -25,7 +25,7 @@ from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
-from megappo.trainer.setup import PPORun
+from megappo.trainer.setup import DTYPES, PPORun
 
 Metrics = dict[str, float]
 _GREEDY_ID = 1 << 40  # ids of ReMax's greedy baselines, apart from the samples'
@@ -34,8 +34,6 @@ _GREEDY_ID = 1 << 40  # ids of ReMax's greedy baselines, apart from the samples'
 # ------------------------------------------------------------------ rollout
 def sync_weights(run: PPORun) -> Metrics:
     """Send the actor's weights to the rollout engine. Collective."""
-    from megappo.trainer.setup import DTYPES
-
     run.rollout.wake()
     stream = run.actor.stream_weights(DTYPES[run.config.rollout.dtype])
     report = run.rollout.update_weights(stream, run.weight_version)

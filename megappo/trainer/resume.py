@@ -55,7 +55,11 @@ class PendingCheckpoint:
 def save_state(
     store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict
 ) -> PendingCheckpoint:
-    """Begin one checkpoint of these roles plus `extra` (JSON). Collective."""
+    """Begin one checkpoint of these roles plus `extra` (JSON). Collective.
+
+    Raises:
+        UserError: the folder cannot be written, the disk is full (then also from `finish`).
+    """
     folder = store.begin(iteration)
     pending = [save_engine(engine, folder / role) for role, engine in trained(engines).items()]
     _save_rng(folder)

@@ -179,6 +179,39 @@ def resume_here(yaml_file) -> str:
     return text.getvalue()
 
 
+def full_disk(yaml_file) -> str:
+    """The error of a run whose second save may write no more than a few kilobytes a file."""
+    import resource
+
+    from megappo.trainer import ppo
+
+    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), ppo.save_run
+
+    def save_run(run, **kwargs):
+        if run.iteration == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        real(run, **kwargs)
+
+    ppo.save_run = save_run
+    try:
+        run_ppo(config_of(yaml_file, trainer__save_freq=1))
+    except UserError as err:
+        return str(err)
+    finally:
+        ppo.save_run = real
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def test_a_disk_that_is_full_while_saving_is_told_and_the_checkpoint_before_stays(tmp_path):
+    yaml_file = write_case(tmp_path, layers=2)
+    message = on_ranks(1, full_disk, yaml_file)
+    assert message.startswith(f"cannot write {tmp_path / 'out/checkpoints/iter_000002.partial'}")
+    assert "is the disk full?" in message and message.count("\n") == 0
+    assert CheckpointStore(tmp_path / "out/checkpoints").latest().name == "iter_000001"
+    assert "resumed after iteration 1" in on_ranks(1, resume_here, yaml_file)
+
+
 def test_a_run_killed_while_it_saves_continues_from_the_checkpoint_before(tmp_path):
     yaml_file = write_case(tmp_path, layers=2)
     command = [sys.executable, "-c", DIES_WHILE_SAVING, "train", str(yaml_file)]

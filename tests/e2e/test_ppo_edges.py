@@ -216,6 +216,20 @@ def test_bootstrapping_continues_cut_answers_with_the_value_at_the_cut(case):
     assert np.allclose(carried[cut], seen["values"][last][cut], rtol=0.5) and (carried[cut] > 0.01).all()
 
 
+def evaluations(yaml_file) -> list[dict]:
+    """Validation before training, with answers drawn two a prompt: all at once and prompt by prompt."""
+    changes = {"trainer__val_before_train": True, "trainer__total_iterations": 1}
+    changes |= {"rollout__val__n": 2, "rollout__val__temperature": 1.0, "rollout__val__sampled": True}
+    changes |= {"data__val_files": [str(yaml_file.parent / "val.jsonl")]}
+    return [run(yaml_file, f"val_{size}", data__val_batch_size=size, **changes)[0] for size in (None, 1, 2)]
+
+
+def test_evaluation_does_not_depend_on_its_batch_size(case):
+    whole, *others = on_ranks(1, evaluations, case)
+    names = {f"val/task{i}/{what}" for i in (0, 1) for what in ("acc", "reward/mean", "acc_sampled")}
+    assert names <= whole.keys() and all(other == whole for other in others)
+
+
 def stop_strings(yaml_file) -> list[tuple[str, str]]:
     from transformers import AutoTokenizer
 

@@ -144,6 +144,33 @@ def test_remax_subtracts_the_shaped_score_of_the_greedy_answer(runs):
             assert baseline.min() >= 0.05 - 0.5 - 1e-6 and baseline.max() <= 0.3 + 1e-6
 
 
+RECORDED = {"remax": CASES["remax"], "grpo": CASES["grpo"], "plain": CASES["reinforce_plus_plus_baseline"]}
+
+
+def record(yaml_file, name: str) -> list[dict]:
+    out = yaml_file.parent / f"{name}_recording"
+    places = {"trainer__output_dir": str(out), "rollout__record_dir": str(out / "rollouts")}
+    run_ppo(config_of(yaml_file, **PLAIN | RECORDED[name] | places))
+    return read_metrics(out)
+
+
+def replay(yaml_file, name: str, world: int) -> list[dict]:
+    out, recorded = yaml_file.parent / f"{name}_on_{world}", yaml_file.parent / f"{name}_recording/rollouts"
+    places = {"trainer__output_dir": str(out), "rollout__replay_dir": str(recorded), "rollout__engine": "recorded"}
+    run_ppo(config_of(yaml_file, world, **PLAIN | RECORDED[name] | places))
+    return read_metrics(out)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_groups_spread_over_replicas_are_compared_all_the_same(case, name):
+    """Two answers to a prompt may be trained on different replicas; greedy baselines are recorded, too."""
+    want, got = on_ranks(1, record, case, name), on_ranks(2, replay, case, name, 2)
+    for line, expected in zip(got, want, strict=True):
+        for key, value in expected.items():
+            if not key.startswith(("timing_s/", "perf/t", "sync/")):
+                assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (line["step"], key)
+
+
 def test_policy_losses_at_ratio_one(runs):
     for name in ("ppo", "gspo", "cispo", "reinforce", "sequence_means"):
         metrics, _, columns = runs[name]

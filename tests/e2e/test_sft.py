@@ -169,7 +169,7 @@ def test_a_new_run_keeps_earlier_checkpoints_apart(case, alone):
 
 def test_what_does_not_fit_is_reported_or_refused(case):
     text = on_ranks(1, told, case, "cut", {"sft__max_length": 5, "sft__total_steps": 1})
-    assert "sft.train_files: 24 of 24 examples kept, longest 6 tokens" in text and "cut at 5 tokens" in text
+    assert "sft.train_files: 24 of 24 examples kept, longest 7 tokens" in text and "cut at 5 tokens" in text
     text = on_ranks(1, told, case, "few", {"sft__batch_size": 25})
     assert text.startswith("error: sft.batch_size is 25 but sft.train_files hold 24 examples")
     assert not (case.parent / "few").exists()

@@ -240,7 +240,7 @@ CASES_2 = [
     ("PP2 packed", {"pp": 2}, {"tokens": 30}),
     ("PP2 VPP2", {"pp": 2, "vpp": 2}, {"tokens": 25}),
     ("PP2 uneven", {"pp": 2, "first_stage_layers": 1}, {"samples": 2}),
-        ("CP2 packed", {"cp": 2}, {"tokens": 30}),
+    ("CP2 packed", {"cp": 2}, {"tokens": 30}),
     ("DP2", {}, {"samples": 2}),
     ("DP2, everything offloaded", {"offload": "all"}, {"tokens": 40}),
     ("the first rank of two", {"world": 1}, {"samples": 2}),

@@ -1,4 +1,4 @@
-"""A run that was interrupted and continued equals one that was not: weights, losses, schedules, data, KL coefficient."""
+"""A run that was interrupted and continued equals one that was not: losses, weights, schedules, data, KL."""
 
 from __future__ import annotations
 
@@ -137,6 +137,41 @@ def test_another_layout_continues_the_run(case):
 
 def run_alone(yaml_file) -> None:
     run_ppo(settings(yaml_file, "alone"))
+
+
+def interrupted_before_it_began(yaml_file) -> str:
+    """Stopped while the first evaluation runs: not even one iteration is done."""
+    from megappo.trainer import ppo
+
+    real = ppo.evaluate
+
+    def evaluate(run):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(run)
+
+    ppo.evaluate = evaluate
+    changes = {"trainer__val_before_train": True, "data__val_files": [str(yaml_file.parent / "val.jsonl")]}
+    try:
+        run_ppo(settings(yaml_file, "at_once", **changes))
+    except Interrupted as stopped:
+        return str(stopped)
+    finally:
+        ppo.evaluate = real
+    return ""
+
+
+def without_saving(yaml_file) -> str:
+    stopped = interrupt_in_iteration(1, settings(yaml_file, "unsaved", trainer__save_freq=-1))
+    assert stopped.code == 128 + signal.SIGTERM
+    return str(stopped)
+
+
+def test_an_interrupt_tells_when_nothing_is_saved(case):
+    assert "interrupted after iteration 0; nothing is saved" in on_ranks(1, interrupted_before_it_began, case)
+    message = on_ranks(1, without_saving, case)
+    assert "interrupted after iteration 1; nothing is saved (trainer.save_freq is -1" in message
+    for out in ("at_once", "unsaved"):
+        assert not (case.parent / out / "checkpoints").exists() and not (case.parent / out / "final_hf").exists()
 
 
 # --- master weights, settings, other roles ---------------------------------------------------------------
