@@ -1,6 +1,6 @@
 """Claim: HF folder -> Megatron parameters -> HF folder costs about as much as reading and writing the files.
 
-    python benchmarks/bench_hf_io.py [--layers 8 --hidden 1024 --vocab 32000 --shard-mb 4096 --repeats 3 --folder DIR]
+    python benchmarks/bench_hf_io.py [--layers 8 --hidden 1024 --vocab 32000 --shard-mb 4096 --repeats 6 --folder DIR]
 
 One process, TP 1, bf16, a random Llama-like model (default 0.3 GB; 32 layers of hidden 2048 make 3 GB). Rows,
 measured in turns so that a busy machine disturbs all alike, best of `--repeats`, warm page cache (processor time
@@ -123,7 +123,7 @@ def same(a: Path, b: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 8), ("hidden", 1024), ("vocab", 32000), ("repeats", 3), ("threads", 1)):
+    for name, value in (("layers", 8), ("hidden", 1024), ("vocab", 32000), ("repeats", 6), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--shard-mb", type=int, default=hf.SHARD_BYTES >> 20, help="size of the files written")
     parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")

@@ -96,7 +96,8 @@ def attention_window(config: dict[str, Any]) -> int | None:
 
 
 def export_problem(folder: str, source: str) -> str | None:
-    """Why an export may not be written to (or replace) `folder`, or None. An earlier export is replaced.
+    """Why an export may not be written to (or replace) `folder`, or None. An earlier export is replaced: a folder
+    with a configuration and weights and no folders in it, so that nobody loses a project to a wrong path.
 
     `source` is the model folder that the export's configuration and tokenizer are copied from.
     """
@@ -108,8 +109,10 @@ def export_problem(folder: str, source: str) -> str | None:
     if not os.path.isdir(path):
         return "is a file; choose another folder"
     inside = sorted(os.listdir(path))
-    if inside and "config.json" not in inside:
-        return f"holds other files ({inside[0]}) and is no model folder; choose another one"
+    deeper = [name for name in inside if os.path.isdir(os.path.join(path, name))]
+    model = "config.json" in inside and any(name.endswith(".safetensors") for name in inside)
+    if inside and (deeper or not model):
+        return f"holds other things ({(deeper or inside)[0]}) that it would delete; choose another folder"
     return None
 
 

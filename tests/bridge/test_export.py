@@ -265,12 +265,21 @@ def test_left_overs_of_a_killed_export_do_no_harm(hf_folder, tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_of_something_else_is_never_replaced(hf_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["thesis.tex"], "thesis.tex"),
+        (["config.json", "main.py"], "config.json"),
+        (["config.json", "model.safetensors", "project/main.py"], "project"),
+    ],
+)
+def test_a_folder_of_something_else_is_never_replaced(hf_folder, tmp_path, names, said):
     out = tmp_path / "home"
-    out.mkdir()
-    (out / "thesis.tex").write_text("years of work")
-    assert "holds other files (thesis.tex)" in refusal(hf_folder("llama"), out)
-    assert contents(out) == {"thesis.tex": b"years of work"}
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("years of work")
+    assert f"holds other things ({said}) that it would delete" in refusal(hf_folder("llama"), out)
+    assert contents(out) == dict.fromkeys(names, b"years of work")
 
 
 def test_the_source_is_never_replaced(hf_folder, tmp_path):

@@ -17,8 +17,8 @@ from megappo.parallel.layout import ParallelLayout
 LENGTHS = np.array([3, 1, 7, 2, 5, 4, 1, 6])
 LAYOUTS = {
     1: [{}],
-    2: [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}],
-    4: [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 4}],
+    2: [{}, {"tp": 2}, {"pp": 2}, {"world": 1, "first_rank": 1}],
+    4: [{}, {"tp": 2}, {"tp": 2, "pp": 2}, {"world": 2, "first_rank": 2}, {"world": 2, "first_rank": 1, "cp": 2}],
 }
 
 
@@ -51,7 +51,7 @@ def owners(n: int, dp: int) -> dict[str, np.ndarray]:
 def placements(world: int, n: int) -> list[Placement]:
     out = []
     for sizes in LAYOUTS[world]:
-        layout = ParallelLayout(world=world, **sizes)
+        layout = ParallelLayout(**{"world": world, **sizes})
         out += [Placement(layout, owner) for owner in owners(n, layout.dp).values()]
     return out
 

@@ -66,7 +66,7 @@ class Terminal:
             self.said += line
 
     def end(self) -> int:
-        out, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=60)
         self.said += err
         return self.process.returncode
 

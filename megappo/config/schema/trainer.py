@@ -33,7 +33,7 @@ class TrainerConfig(Section):
     test_freq: SaveEvery = key(5, "Evaluate on the validation prompts every so many iterations; -1: never.")
     val_before_train: bool = key(True, "Evaluate once before the first iteration.")
     critic_warmup: int = key(0, "Iterations at the start in which only the critic is trained.", ge=0)
-    seed: int = key(1, "Seed of everything random: data order, sampling, initialisation.", ge=0)
+    seed: int = key(1, "Seed of everything random: data order, sampling, initialisation.", ge=0, le=10**9)
     logger: list[Logger] = key(["console", "tensorboard", "jsonl"], "Where metrics go, any number of them.")
     max_ckpt_to_keep: int = key(3, "Checkpoints to keep; older ones are deleted (checkpoints).", ge=1)
     resume: Literal["auto", "never"] = key(

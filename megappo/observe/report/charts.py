@@ -82,7 +82,7 @@ REWARD, VALID, KL, LOSS, CLIP, LENGTH, MATCH, SPEED, OTHER = (
     "Losses and gradients",
     "Clipping",
     "Lengths",
-    "Rollout engine against trainer",
+    "Rollout against training",
     "Speed",
     "Other metrics",
 )

@@ -124,7 +124,7 @@ def draw(chart: Chart, runs: Sequence[Run], span: tuple[int, int]) -> Figure:
     log = _set_scale(axes, chart, data)
     _set_range(axes, chart, data, log)
     _thresholds(axes, chart)
-    _verticals(axes, runs, span)
+    mark_events(axes, runs, span)
     missing = np.unique(np.concatenate(broken)) if broken else np.zeros(0)
     if len(missing):
         at = missing[np.linspace(0, len(missing) - 1, min(len(missing), 200)).astype(int)]
@@ -235,7 +235,7 @@ def _thresholds(axes: Any, chart: Chart) -> None:
         _note(axes, zone.high, zone.label, LEVELS["good"], left=True, below=True)
     for limit in chart.limits:
         if linear and high < limit.value <= high + 0.3 * (high - low):
-            high = limit.value + 0.12 * (high - low)
+            high = limit.value + 0.17 * (high - low)
             axes.set_ylim(low, high)
     shown = [limit for limit in chart.limits if low <= limit.value <= high]
     heights = [axes.transAxes.inverted().transform(axes.transData.transform((0, x.value)))[1] for x in shown]
@@ -285,8 +285,8 @@ def tick(value: float) -> str:
     return f"{value:.5g}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
 
 
-def _verticals(axes: Any, runs: Sequence[Run], span: tuple[int, int]) -> None:
-    """Guard events, numbered as in the table of events while there is room."""
+def mark_events(axes: Any, runs: Sequence[Run], span: tuple[int, int], only: int | None = None) -> None:
+    """Guard events of all runs (or of run `only`), numbered as in the table of events while there is room."""
     top = axes.get_xaxis_transform()
     number, last_text, room = 0, -np.inf, 0.028 * max(1, span[1] - span[0])
     numbered = sum(len(run.events) for run in runs) <= _MOST_NUMBERS
@@ -294,9 +294,22 @@ def _verticals(axes: Any, runs: Sequence[Run], span: tuple[int, int]) -> None:
     for r, run in enumerate(runs):
         colour = LEVELS["bad"] if len(runs) == 1 else run_colour(r)
         steps = np.unique([event.step for event in run.events]).astype(float)
+        if only not in (None, r):
+            number += len(run.events)
+            continue
         if len(steps):
             at = steps[np.linspace(0, len(steps) - 1, min(len(steps), _MOST_EVENTS)).astype(int)]
-            axes.vlines(at, 0, 1, transform=top, color=colour, lw=0.9, ls=(0, (3, 2.2)), alpha=0.75, zorder=1.5)
+            axes.vlines(
+                at,
+                0,
+                1,
+                transform=top,
+                color=colour,
+                lw=0.9,
+                ls=(0, (3, 2.2)),
+                alpha=0.75,
+                zorder=2.2 if only is not None else 1.5,
+            )
         for event in run.events:
             number += 1
             labels.append((event.step, number, colour))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MOST_RUNS = 10  # the colours end there
 _MOST_EVENTS = 500  # rows of the table
+_NO_REFERENCE = (
+    "No KL to the reference: these runs have none (actor.use_kl_loss and algorithm.use_kl_in_reward are false)."
+)
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path | None = None, png: str | Path | None = None) -> Path:
@@ -80,11 +83,11 @@ def draw_all(runs: Sequence[Run], preset: str, png: Path | None) -> list[Picture
     with style():
         for chart in (c for c in charts if c.section != OTHER):
             add(chart.section, chart.key, chart.title, _names(chart), draw(chart, runs, span))
-        for r, run in enumerate(runs, 1):
+        for r, run in enumerate(runs):
             title = "Time of an iteration" + (f": {run.name}" if len(runs) > 1 else "")
-            figure = draw_timing(run, title, span)
+            figure = draw_timing(runs, r, title, span)
             if figure is not None:
-                add(SPEED, f"timing_{r}" if len(runs) > 1 else "timing", title, "timing_s/*", figure)
+                add(SPEED, f"timing_{r + 1}" if len(runs) > 1 else "timing", title, "timing_s/*", figure)
         for chart in (c for c in charts if c.section == OTHER):
             add(chart.section, chart.key, chart.title, _names(chart), draw(chart, runs, span))
     return pictures
@@ -134,7 +137,7 @@ def _title(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} training runs"
     experiment = runs[0].setting("trainer.experiment_name")
-    return f"Training run {runs[0].name}" + (f": {experiment}" if experiment else "")
+    return f"Training run {runs[0].name}" + (f": {experiment}" if experiment not in (None, runs[0].name) else "")
 
 
 def _card(run: Run) -> dict[str, Any]:
@@ -156,6 +159,6 @@ def _sections(pictures: Sequence[Picture], kl_note: str) -> list[dict[str, Any]]
         mine = [p for p in pictures if p.section == name]
         banded = name == KL and any(p.key == "kl_reference" for p in mine)
         anchor = re.sub(r"[^a-z]+", "-", name.lower())
-        note = kl_note if banded else ""
+        note = "" if name != KL else kl_note if banded else _NO_REFERENCE
         out.append({"name": name, "anchor": anchor, "pictures": mine, "note": note, "folded": name == OTHER})
     return out

@@ -12,7 +12,7 @@ PAGE = """<!DOCTYPE html>
 <body>
 {% macro dot(i) %}<i style="background:{{ colours[i] }}"></i>{% endmacro %}
 {% macro table(t, kind="") %}
-<div class="wide"><table class="numbers {{ kind }}">
+<div class="wide fit"><table class="numbers {{ kind }}">
 <thead>
 {% if t.groups %}<tr><th></th>{% for name, i, columns in t.groups -%}
 <th colspan="{{ columns }}" class="run">{{ dot(i) }}{{ name }}</th>{% endfor %}</tr>{% endif %}
@@ -47,7 +47,8 @@ PAGE = """<!DOCTYPE html>
 <tbody>
 {% for number, run, colour, e in events %}<tr><td>{{ number }}</td>
 {%- if several %}<td class="run"><i style="background:{{ colour }}"></i>{{ run }}</td>{% endif -%}
-<td>{{ e.step }}</td><td>{{ e.rule }}</td><td>{{ e.metric }}</td><td>{{ e.value }}</td><td>{{ e.actions }}</td>
+<td>{{ e.step }}</td><td>{{ e.rule }}</td><td class="mono">{{ e.metric }}</td><td>{{ e.value }}</td>
+<td>{{ e.actions }}</td>
 <td>{{ e.message }}</td></tr>
 {% endfor %}</tbody>
 </table></div>
@@ -58,7 +59,7 @@ PAGE = """<!DOCTYPE html>
 {% if section.folded %}<details><summary><h2>{{ section.name }}</h2> ({{ section.pictures | length }})</summary>
 {% else %}<h2>{{ section.name }}</h2>
 {% endif -%}
-{% if section.note %}<p class="note">{{ section.note }}</p>
+{% if section.note %}<p class="hint">{{ section.note }}</p>
 {% endif -%}
 <div class="charts">
 {% for p in section.pictures %}<figure><img alt="{{ p.title }}" src="{{ p.svg }}">
@@ -113,8 +114,8 @@ html { scroll-padding-top: 48px; }
 body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto,
   "Helvetica Neue", Arial, "DejaVu Sans", sans-serif; }
 nav { position: sticky; top: 0; z-index: 1; background: var(--paper); border-bottom: 1px solid var(--line);
-  padding: 9px 24px; white-space: nowrap; overflow-x: auto; }
-nav a { color: var(--link); text-decoration: none; margin-right: 18px; font-size: 14px; }
+  padding: 8px 24px; display: flex; flex-wrap: wrap; gap: 2px 18px; }
+nav a { color: var(--link); text-decoration: none; font-size: 14px; }
 nav a:hover { text-decoration: underline; }
 main { max-width: 1420px; margin: 0 auto; padding: 8px 24px 40px; }
 h1 { font-size: 25px; margin: 18px 0 14px; overflow-wrap: anywhere; }
@@ -130,6 +131,7 @@ dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
 .note { color: #7a5200; background: #fff8e6; border-left: 3px solid #e0a82e; padding: 5px 11px; margin: 10px 0 4px;
   font-size: 13.5px; border-radius: 0 5px 5px 0; overflow-wrap: anywhere; }
+.hint { color: var(--soft); font-size: 13.5px; margin: 0 0 8px; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; background: var(--paper); border: 1px solid var(--line); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { padding: 5px 12px; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -137,13 +139,14 @@ th { color: var(--soft); font-weight: 600; white-space: nowrap; background: #faf
 tbody tr:last-child td { border-bottom: 0; }
 .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; }
-.numbers { width: auto; min-width: 60%; }
+.wide.fit { width: fit-content; max-width: 100%; }
 .numbers th.run:not(:first-child) { text-align: center; color: var(--ink); border-left: 1px solid var(--line); }
-.all td:first-child, .settings td, .events td:nth-child(n+4) { font-family: ui-monospace, Menlo, Consolas,
+.all td:first-child, .settings td, .mono { font-family: ui-monospace, Menlo, Consolas,
   "DejaVu Sans Mono", monospace; font-size: 12.5px; }
-.events td:last-child { font-family: inherit; font-size: 13.5px; }
+.events td.run { white-space: nowrap; }
 .settings td { overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(520px, 1fr)); gap: 14px; }
+@media (max-width: 620px) { .charts { grid-template-columns: 1fr; } main { padding: 4px 10px 30px; } }
 figure { margin: 0; background: var(--paper); border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 12px 8px; }
 figure img { display: block; width: 100%; height: auto; }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from megappo.observe.report.draw import SIZE, iteration_axis, plain
+from megappo.observe.report.draw import SIZE, iteration_axis, mark_events, plain
 from megappo.observe.report.runs import Run
 
 _BARS = 60
@@ -48,8 +48,9 @@ def phases(run: Run) -> dict[str, np.ndarray]:
     return out | {"other": rest}
 
 
-def draw_timing(run: Run, title: str, span: tuple[int, int]) -> Figure | None:
-    """Mean seconds of an iteration by phase, in at most 60 bars over the iterations; None without timings."""
+def draw_timing(runs: Sequence[Run], which: int, title: str, span: tuple[int, int]) -> Figure | None:
+    """Mean seconds of an iteration of run `which` by phase, in at most 60 bars; None without timings."""
+    run = runs[which]
     parts = phases(run)
     if not parts or not sum(s.sum() for s in parts.values()):
         return None
@@ -69,6 +70,7 @@ def draw_timing(run: Run, title: str, span: tuple[int, int]) -> Figure | None:
     axes.grid(axis="x", visible=False)
     iteration_axis(axes, "seconds per iteration" + (f" (mean of {width})" if width > 1 else ""), span)
     axes.set_xlim(min(span[0], first) - 0.6 * width, max(span[1], last) + 0.6 * width)
+    mark_events(axes, runs, span, only=which)
     _shares(axes, parts)
     axes.set_title(plain(title, 70), loc="left", pad=7)
     return figure
