@@ -24,6 +24,7 @@ from megappo.parallel.reduce import gather_objects
 from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
+from megappo.trainer.effective import largest_batch
 from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
 from megappo.trainer.setup import PPORun
 
@@ -46,10 +47,11 @@ def sync_weights(run: PPORun) -> Metrics:
 def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
     """This rank's share of the iteration's responses, in order of sample id."""
     config = run.config
-    _, indices = run.sampler.batch(run.iteration)
+    indices, run.data_position = run.sampler.take(run.data_position, config.data.train_batch_size)
     rows = [run.train_data[i] for i in indices]
     n = config.rollout.n
-    pairs = make_requests(rows, n, run.iteration * len(rows) * n, config.trainer.seed)
+    first = run.iteration * largest_batch(run.base) * n  # ids stay unique while the batch grows
+    pairs = make_requests(rows, n, first, config.trainer.seed)
     pairs = my_share(pairs, n)
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
@@ -202,9 +204,11 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     current = float(moments[0] / moments[1].clamp(min=1))
     metrics = {"actor/reward_kl_penalty": current}
     if algorithm.use_kl_in_reward:
-        metrics["actor/reward_kl_penalty_coeff"] = run.kl_controller.value
-        batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, run.kl_controller.value, mask)
-        run.kl_controller.update(current, int(moments[1]))
+        ctrl = algorithm.kl_ctrl
+        coefficient = run.kl_controller.value(ctrl.kl_coef)
+        metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, coefficient, mask)
+        run.kl_controller.update(ctrl.kl_coef, current, int(moments[1]), ctrl.target_kl)
     return metrics
 
 
