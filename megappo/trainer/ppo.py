@@ -111,8 +111,11 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     with timer("gen"):
         samples, rows = phases.generate(run)
     with timer("reward"):
-        batch = phases.score(run, samples, rows)
+        batch, scored = phases.score(run, samples, rows)
+        metrics |= scored
         baseline = phases.greedy_baseline(run, samples, rows) if algorithm.adv_estimator == "remax" else None
+    with timer("hacking"):
+        metrics |= phases.hacking_watch(batch)
     actor_plan = phases.plan_actor(run, batch)
     batch = batch.to(actor_plan.placement)
     with timer("old_log_prob"):

@@ -68,10 +68,11 @@ def carry_out(run: PPORun, verdict: Verdict) -> None:
 
 
 def _roll_back(run: PPORun, verdict: Verdict) -> None:
-    """Load weights, moments, RNG and KL factor of a checkpoint; iteration, schedules and guard go on."""
+    """Load a checkpoint, all but the clock: iteration, schedules, learning-rate decay and guard go on."""
     folder = _checkpoint(run, stable=verdict.rollback == "stable")
     state = load_state(folder, run.engines, clock=False)
     run.kl_controller.load_state_dict(state["kl_controller"])
+    run.reward.load_state_dict(state["reward"])
     if not verdict.skip_data:
         run.data_position = int(state["data_position"])
     run.weight_version += 1

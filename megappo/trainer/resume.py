@@ -1,4 +1,4 @@
-"""Save and restore a whole run: roles, optimizers, schedules, RNG, data position, KL controller, guard.
+"""Save and restore a whole run: roles, optimizers, schedules, RNG, data position, KL controller, rewards, guard.
 
 Mini-batches and sampling seeds are pure functions of (seed, iteration), the data order of (seed, position), so two
 numbers are all that has to be kept of them.
@@ -84,6 +84,7 @@ def save_run(run: PPORun) -> Path:
         "kl_controller": run.kl_controller.state_dict(),
         "data_position": run.data_position,
         "guard": run.guard.state_dict(),
+        "reward": run.reward.state_dict(),
         "config": run.base.model_dump(mode="json"),
     }
     return save_state(store_of(run), run.iteration, run.engines, extra)
@@ -104,6 +105,7 @@ def load_run(run: PPORun) -> list[str] | None:
     run.data_position = int(state["data_position"])
     run.kl_controller.load_state_dict(state["kl_controller"])
     run.guard.load_state_dict(state["guard"])
+    run.reward.load_state_dict(state["reward"])
     before, now = _flat(state["config"]), _flat(run.base.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if key in _TOLD or not key.startswith(_FREE_TO_CHANGE)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]

@@ -188,7 +188,12 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
     sampler = PromptSampler(len(train), largest_batch(config), config.trainer.seed, data.shuffle)
     iterations = count_iterations(config, len(train))
     reward = build_reward(config.rewards)
-    reward.start()
+    reward.check_sources(row.data_source for part in (train, val) if part is not None for row in part)
+    try:
+        reward.start()
+    except BaseException:
+        reward.close()  # processes of other entries may run
+        raise
     return Inputs(tokenizer, train, val, sampler, reward, iterations)
 
 

@@ -85,7 +85,9 @@ def test_a_blow_up_is_rolled_back_and_the_lower_rate_stays(case, world):
         on_ranks(1, go, case, left.name, SPIKE, EIGHT, timeout=200)
         unguarded = read_metrics(left)
         assert unguarded[4]["actor/reward_kl_penalty"] == lines[4]["actor/reward_kl_penalty"]
-        assert unguarded[7]["actor/reward_kl_penalty"] > 5 * abs(lines[7]["actor/reward_kl_penalty"])
+        # Left alone, the policy has collapsed to one answer; rolled back, it is alive and better than it was then.
+        assert unguarded[7]["actor/entropy"] < 1e-6 and lines[7]["actor/entropy"] > 1
+        assert lines[7]["critic/score/mean"] > max(lines[5]["critic/score/mean"], unguarded[7]["critic/score/mean"])
         assert not (left / "events.jsonl").exists()
 
 
@@ -223,9 +225,7 @@ def test_schedules_are_followed_and_a_resumed_run_continues_them(case):
     # Rollout and training divide by the same temperature, or their log-probs would differ.
     assert all(line["rollout_corr/logprob_abs_diff_mean"] < 1e-4 for line in lines)
     coefficients = [line["actor/reward_kl_penalty_coeff"] for line in lines]
-    assert (
-        coefficients[:3] == [0, 0, 0.1] and coefficients[3] != 0.1
-    )  # a coefficient of 0 leaves the controller at rest
+    assert coefficients[:3] == [0, 0, 0.1] and coefficients[3] != 0.1  # at 0 the controller rests
     rates = [line["critic/lr"] for line in lines]
     assert rates == pytest.approx([1e-3] * 3 + [5e-4] * 2)  # the guard saw the third one
 
