@@ -153,6 +153,19 @@ def _common_state_for_rank_0(engine: ModelEngine, state: dict) -> dict:
     return common if dist.get_rank() == 0 else {}
 
 
+def load_moments(engine: ModelEngine, folder: Path) -> None:
+    """Read the optimizer's moments (and its step count) from `folder`; the weights stay as they are. Collective."""
+    engine.wake()
+    # megatron's optimizer state holds the fp32 masters beside the moments: all is loaded, and the weights put back.
+    tensors = [p.data for chunk in engine.chunks for p in chunk.parameters()] if engine.member else []
+    if engine.optimizer is not None:
+        tensors += engine.optimizer.masters()
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    load_engine(engine, folder)
+    for tensor, value in kept:
+        tensor.copy_(value)
+
+
 def load_engine(engine: ModelEngine, folder: Path) -> None:
     """Read the role from `folder`, whatever layout wrote it. Collective.
 

@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                 name of the newest checkpoint
+      stable                 name of the last checkpoint that the guard trusts; never deleted
       iter_000010/           manifest.json, state.json, one folder a role, …
 
 A checkpoint is written as `iter_000010.partial`, gets a manifest of its files and sizes, and is renamed; one that
@@ -69,11 +70,17 @@ class CheckpointStore:
             os.replace(partial, final)
             _write_atomically(self.root / "latest", final.name + "\n")
             shutil.rmtree(replaced, ignore_errors=True)
-            for old in self.iterations()[: -self.keep]:
+            stable = self.stable_iteration()
+            for old in (i for i in self.iterations()[: -self.keep] if i != stable):
                 os.replace(self.folder(old), _partial(self.folder(old)))
                 shutil.rmtree(_partial(self.folder(old)), ignore_errors=True)
         _barrier()
         return final
+
+    def promote(self, iteration: int) -> None:
+        """Mark a checkpoint as stable; on rank 0. A reader on another rank needs a barrier in between."""
+        if _rank() == 0 and self.stable_iteration() != iteration:
+            _write_atomically(self.root / "stable", self.folder(iteration).name + "\n")
 
     def set_aside(self) -> Path | None:
         """Rename a folder that holds checkpoints to the first free `checkpoints.N`; returns it. Collective.
@@ -108,6 +115,28 @@ class CheckpointStore:
             previous = f"iteration {iterations[-2]}" if len(iterations) > 1 else "the start"
             raise UserError(f"checkpoint {newest} is damaged: {problem}; delete it to continue from {previous}")
         return newest
+
+    def stable_iteration(self) -> int | None:
+        """Iteration of the last stable checkpoint; None if there is none (any more)."""
+        try:
+            name = _NAME.fullmatch((self.root / "stable").read_text().strip())
+        except OSError:
+            return None
+        return int(name[1]) if name and self.folder(int(name[1])).is_dir() else None
+
+    def stable(self) -> Path | None:
+        """The last stable checkpoint after checking that it is whole, or None.
+
+        Raises:
+            UserError: a file is missing or has another size than it was written with.
+        """
+        iteration = self.stable_iteration()
+        if iteration is None:
+            return None
+        problem = _damage(self.folder(iteration))
+        if problem:
+            raise UserError(f"checkpoint {self.folder(iteration)} is damaged: {problem}; delete it")
+        return self.folder(iteration)
 
 
 def _partial(folder: Path) -> Path:

@@ -103,17 +103,18 @@ def _check_depth(prefix: str, parallel: ParallelConfig, layers: int | None) -> I
         name, count = next(iter(ends.items()))
         yield Problem(f"{prefix}.{name}", "an uneven split needs a pipeline; remove it", count)
         return
-    if ends and vpp > 1:
-        text = "an interleaved pipeline with uneven stages is not supported; remove one of the two"
-        yield Problem(f"{prefix}.virtual_pipeline_model_parallel_size", text, vpp)
-        return
+    for name, count in ends.items():
+        if count % vpp:
+            text = f"must be a multiple of virtual_pipeline_model_parallel_size ({vpp})"
+            yield Problem(f"{prefix}.{name}", text, count)
     if layers is None:
         return
     rest, stages = layers - sum(ends.values()), pp - len(ends)
-    if not ends and layers % (pp * vpp):
+    chunks = stages * vpp
+    if not ends and layers % chunks:
         what = f"pipeline x virtual = {pp} x {vpp}" if vpp > 1 else f"{pp} pipeline stages"
         text = f"{what} do not divide the model's {layers} layers; change it, or set the first stage's"
         yield Problem(key, text, pp)
-    elif ends and (rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0)):
-        text = f"{rest} layers are left for the {stages} other stages; change the split"
+    elif ends and (rest < 0 or (rest > 0 if stages == 0 else rest % chunks or rest == 0)):
+        text = f"{rest} layers are left for the {stages} other stages ({vpp} chunks each); change the split"
         yield Problem(key, text, pp)

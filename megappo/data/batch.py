@@ -22,7 +22,9 @@ FINISH_REASONS = ("stop", "length", "abort")
 class SampleInfo:
     """Replicated metadata of n samples, one array entry each.
 
-    `length` counts prompt and response, `trainable` the tokens with loss mask 1, both in tokens.
+    `length` counts prompt and response, `trainable` the tokens with loss mask 1, both in tokens. `score` is what is
+    reported; `reward` (default: the score) is what is trained on. `dropped` (default: none): the sample could not be
+    scored and is not trained on.
     """
 
     sample_id: np.ndarray
@@ -34,6 +36,14 @@ class SampleInfo:
     finish_reason: np.ndarray  # index into FINISH_REASONS
     weight_version: np.ndarray
     source: list[str]
+    reward: np.ndarray = field(default=None)  # type: ignore[assignment]
+    dropped: np.ndarray = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self):
+        if self.reward is None:
+            self.reward = self.score
+        if self.dropped is None:
+            self.dropped = np.zeros(len(self), bool)
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -51,6 +61,11 @@ class SampleInfo:
     def aborted(self) -> np.ndarray:
         """Given up by the rollout engine (bool): nothing of it is trained on."""
         return self.finish_reason == FINISH_REASONS.index("abort")
+
+    @property
+    def whole(self) -> np.ndarray:
+        """A finished response with a score (bool)."""
+        return ~(self.aborted | self.dropped)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megappo.data.ramp import batch_start
 from megappo.errors import UserError
 
 PARQUET, JSON_LINES = (".parquet",), (".jsonl", ".ndjson", ".json")
@@ -361,3 +362,12 @@ class PromptSampler:
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.batch_size
         return epoch, self.order(epoch)[start : start + self.batch_size]
+
+    def take(self, position: int, size: int) -> tuple[list[int], int]:
+        """Indices of a batch of `size` prompts at or after `position` (prompts since the start), and the next position.
+
+        A batch never crosses the end of an epoch; with one size it is the batch of `batch`.
+        """
+        start = batch_start(position, size, self.n)
+        offset = start % self.n
+        return self.order(start // self.n)[offset : offset + size], start + size

@@ -32,7 +32,7 @@ _VALUE_HEAD = frozenset({"score.weight", "score.bias"})
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a role computes. `temperature` (> 0) divides policy logits and is ignored by a critic.
+    """How a role computes. `temperature` (> 0, at the start) divides policy logits; a critic ignores it.
 
     `offload`: what moves to the host while the role is idle: nothing, optimizer state and gradients, or parameters too.
     """
@@ -74,6 +74,7 @@ class ModelEngine:
         total_steps: int = 1,
     ):
         self.spec, self.layout, self.options = spec, layout, options
+        self.temperature = options.temperature  # may change between calls
         self.device = backend.device()
         self.context = parallel_context(layout)
         self.thd = backend.use_fused_layers(options.dtype)
@@ -257,7 +258,7 @@ class ModelEngine:
     def _head_options(self) -> dict:
         return {
             "vocab_size": self.spec.vocab_size,
-            "temperature": self.options.temperature,
+            "temperature": self.temperature,
             "group": self.context.tp_group,
         }
 

@@ -38,7 +38,10 @@ class StepResult:
 
 
 class RoleOptimizer:
-    """AdamW over megatron-core's (distributed) optimizer. Call inside the role's parallel context."""
+    """AdamW over megatron-core's (distributed) optimizer. Call inside the role's parallel context.
+
+    `config` may be replaced between steps: learning rate, weight decay and gradient clip are read anew by each.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,6 @@ class RoleOptimizer:
         self.total_steps = total_steps
         self.steps = 0  # optimizer steps taken or skipped: position in the learning-rate schedule
         self.skipped = 0
-        self.lr_scale = 1.0
         self.models = models
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
@@ -83,7 +85,7 @@ class RoleOptimizer:
         """Clip by the global norm and update. A non-finite norm skips the update on all ranks alike."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        lr = self.lr_scale * learning_rate(self.config, self.steps, self.total_steps)
+        lr = learning_rate(self.config, self.steps, self.total_steps)
         self.steps += 1
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
@@ -111,10 +113,14 @@ class RoleOptimizer:
             if part.config.bf16:  # in fp32 the optimizer works on the model's own parameters
                 yield from (param.data for group in inner.param_groups for param in group["params"])
 
+    def masters(self) -> list[torch.Tensor]:
+        """What the optimizer updates on this rank: fp32 masters, in fp32 (views of) the model's own parameters."""
+        parts = (getattr(part, "optimizer", None) for part in self.inner.chained_optimizers)
+        return [p.data for inner in parts if inner is not None for g in inner.param_groups for p in g["params"]]
+
     def state(self) -> dict[str, float]:
         """What the schedule needs to continue, beside the tensors of `inner`."""
-        return {"steps": self.steps, "skipped": self.skipped, "lr_scale": self.lr_scale}
+        return {"steps": self.steps, "skipped": self.skipped}
 
     def load_state(self, state: dict[str, float]) -> None:
         self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
-        self.lr_scale = float(state["lr_scale"])

@@ -17,6 +17,15 @@ def gather_objects(value: Any) -> list[Any]:
     return out
 
 
+def from_first_rank(value: Any) -> Any:
+    """Rank 0's `value` on every rank. For small metadata only. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def any_rank(flag: bool) -> bool:
     """True everywhere if it is true anywhere. Collective."""
     tensor = torch.tensor(int(flag))

@@ -61,15 +61,23 @@ class _Meta:
     prompt_len: list[int]
     length: list[int]
     score: list[float]
+    reward: list[float]
+    dropped: list[bool]
     finish: list[int]
     version: list[int]
     source: list[str]
 
 
-def assemble(samples: Sequence[GeneratedSample], rows: Sequence[PromptRow], scores: Sequence[float]) -> RolloutBatch:
+def assemble(
+    samples: Sequence[GeneratedSample],
+    rows: Sequence[PromptRow],
+    scores: Sequence[float],
+    rewards: Sequence[float],
+    dropped: Sequence[bool],
+) -> RolloutBatch:
     """Build the batch from every rank's samples: metadata goes everywhere, tokens stay where they were generated.
 
-    Aborted samples keep their place (ids stay aligned) but train on nothing. Collective.
+    Aborted and dropped samples keep their place (ids stay aligned) but train on nothing. Collective.
     """
     meta = _Meta(
         [s.sample_id for s in samples],
@@ -77,6 +85,8 @@ def assemble(samples: Sequence[GeneratedSample], rows: Sequence[PromptRow], scor
         [len(s.prompt_ids) for s in samples],
         [len(s.prompt_ids) + len(s.response_ids) for s in samples],
         list(scores),
+        list(rewards),
+        list(dropped),
         [FINISH_REASONS.index(s.finish_reason) for s in samples],
         [s.weight_version for s in samples],
         [row.data_source for row in rows],
@@ -91,30 +101,35 @@ def assemble(samples: Sequence[GeneratedSample], rows: Sequence[PromptRow], scor
 
     finish = column("finish", np.int8)
     prompt_len, length = column("prompt_len", np.int64), column("length", np.int64)
+    no_score = column("dropped", bool)
+    off = no_score | (finish == FINISH_REASONS.index("abort"))
     info = SampleInfo(
         sample_id=column("sample_id", np.int64),
         group_id=column("group_id", np.int64),
         prompt_len=prompt_len,
         length=length,
-        trainable=np.where(finish == FINISH_REASONS.index("abort"), 0, length - prompt_len),
+        trainable=np.where(off, 0, length - prompt_len),
         score=column("score", np.float64),
         finish_reason=finish,
         weight_version=column("version", np.int64),
         source=[merged["source"][i] for i in order],
+        reward=column("reward", np.float64),
+        dropped=no_score,
     )
     placement = Placement(ParallelLayout(world=dist.get_world_size()), owner[order])
     mine = placement.samples_of(dist.get_rank())
     by_id = {s.sample_id: s for s in samples}
     held = [by_id[int(info.sample_id[i])] for i in mine]
-    return RolloutBatch(info, placement, mine, _columns(held))
+    return RolloutBatch(info, placement, mine, _columns(held, off[mine]))
 
 
-def _columns(samples: Sequence[GeneratedSample]) -> dict[str, torch.Tensor]:
+def _columns(samples: Sequence[GeneratedSample], off: np.ndarray) -> dict[str, torch.Tensor]:
+    """Columns of the samples held here; of those that are `off` nothing is trained on."""
     tokens = [t for s in samples for t in (*s.prompt_ids, *s.response_ids)]
     mask = [
         on
-        for s in samples
-        for on in (*[False] * len(s.prompt_ids), *[s.finish_reason != "abort"] * len(s.response_ids))
+        for s, unused in zip(samples, off.tolist(), strict=True)
+        for on in (*[False] * len(s.prompt_ids), *[not unused] * len(s.response_ids))
     ]
     logprobs = [x for s in samples for x in (*[0.0] * len(s.prompt_ids), *s.logprobs)]
     return {

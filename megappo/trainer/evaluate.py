@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megappo.parallel.reduce import gather_objects
+from megappo.rewards.base import SUCCESS_SCORE
 from megappo.rollout.base import SamplingParams
 from megappo.rollout.collect import make_requests, my_share, reward_samples
 from megappo.trainer.setup import PPORun
 
-SUCCESS = 0.8  # a score from here on counts as a solved prompt
 _VAL_ID = 1 << 41  # ids of validation samples, apart from training
 
 
@@ -61,10 +61,11 @@ def _answers(run: PPORun, sampling: SamplingParams, n: int) -> list[Answer]:
         samples = run.rollout.generate([request for request, _ in pairs], sampling)
         prompts = [row for _, row in pairs]
         rewarded = reward_samples(samples, prompts, run.tokenizer)
-        scores = run.reward.score(rewarded)
+        scored = run.reward.measure(rewarded)  # raw scores; validation changes no statistics
         mine = [
             Answer(s.data_source, s.prompt_text, s.response_text, str(s.ground_truth), score)
-            for s, score in zip(rewarded, scores, strict=True)
+            for s, score, dropped in zip(rewarded, scored.scores.tolist(), scored.dropped, strict=True)
+            if not dropped
         ]
         out += [answer for part in gather_objects(mine) for answer in part]
     return out
@@ -74,6 +75,6 @@ def _metrics(answers: list[Answer], suffix: str) -> dict[str, float]:
     out: dict[str, float] = {}
     for source in sorted({a.source for a in answers}):
         scores = [a.score for a in answers if a.source == source]
-        out[f"val/{source}/acc{suffix}"] = sum(s >= SUCCESS for s in scores) / len(scores)
+        out[f"val/{source}/acc{suffix}"] = sum(s >= SUCCESS_SCORE for s in scores) / len(scores)
         out[f"val/{source}/reward{suffix}/mean"] = sum(scores) / len(scores)
     return out

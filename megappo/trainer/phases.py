@@ -21,9 +21,12 @@ from megappo.engine.engine import ModelEngine, StepStats
 from megappo.engine.losses import Loss, PolicyLoss, ValueLoss
 from megappo.observe.metrics import MetricAccumulator, summarize
 from megappo.parallel.reduce import gather_objects
+from megappo.rewards import hacking
+from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
+from megappo.trainer.effective import largest_batch
 from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
 from megappo.trainer.setup import DTYPES, PPORun
 
@@ -44,10 +47,11 @@ def sync_weights(run: PPORun) -> Metrics:
 def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
     """This rank's share of the iteration's responses, in order of sample id."""
     config = run.config
-    _, indices = run.sampler.batch(run.iteration)
+    indices, run.data_position = run.sampler.take(run.data_position, config.data.train_batch_size)
     rows = [run.train_data[i] for i in indices]
     n = config.rollout.n
-    pairs = make_requests(rows, n, run.iteration * len(rows) * n, config.trainer.seed)
+    first = run.iteration * largest_batch(run.base) * n  # ids stay unique while the batch grows
+    pairs = make_requests(rows, n, first, config.trainer.seed)
     pairs = my_share(pairs, n)
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
@@ -64,10 +68,21 @@ def _record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False
             write_rollouts(folder, run.iteration, [s for part in everyone for s in part], greedy=greedy)
 
 
-def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> RolloutBatch:
-    """Score this rank's responses and assemble the batch of all ranks."""
-    scores = run.reward.score(reward_samples(samples, rows, run.tokenizer))
-    return assemble(samples, rows, scores)
+def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
+    """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
+    scored = run.reward.measure(reward_samples(samples, rows, run.tokenizer))
+    finished = np.array([s.finish_reason != "abort" for s in samples], bool)
+    metrics = run.reward.absorb(gather_objects(run.reward.tally(scored, finished)))
+    rewards = run.reward.rewards(scored)  # with statistics that include this batch
+    return assemble(samples, rows, scored.scores.tolist(), rewards.tolist(), scored.dropped.tolist()), metrics
+
+
+def hacking_watch(batch: RolloutBatch) -> Metrics:
+    """Signs of reward hacking, over the whole batch as it was assembled (each sample on one rank). Collective."""
+    info, mine = batch.info, batch.indices
+    tokens, cu = batch["tokens"].numpy(), batch.cu_seqlens.numpy()
+    sketches = gather_objects(hacking.sketch(tokens, cu, info.prompt_len[mine], mine, int(info.response_len.sum())))
+    return hacking.hacking_metrics(sketches, info.score, info.group_id, info.response_len, info.whole)
 
 
 def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> np.ndarray:
@@ -83,7 +98,7 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
     pairs = make_requests(prompts, 1, _GREEDY_ID + first_group, run.config.trainer.seed)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
     _record(run, answers, greedy=True)
-    scores = np.array(run.reward.score(reward_samples(answers, prompts, run.tokenizer)))
+    scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
     return np.concatenate(gather_objects(scores))
 
@@ -190,7 +205,7 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     """`rewards`: the score spread over the response, minus β·KL to the reference. Moves the KL controller."""
     algorithm = run.config.algorithm
     mask, cu = batch["loss_mask"], batch.cu_seqlens
-    scores = batch.sample_values(shaped_scores(run, batch.info.score, batch.info.response_len))
+    scores = batch.sample_values(shaped_scores(run, batch.info.reward, batch.info.response_len))
     credit = algorithm.reward_shaping
     batch["rewards"] = shaping.token_rewards(scores, mask, cu, credit.credit, credit.decay)
     if "ref_logprobs" not in batch.columns:
@@ -200,9 +215,11 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     current = float(moments[0] / moments[1].clamp(min=1))
     metrics = {"actor/reward_kl_penalty": current}
     if algorithm.use_kl_in_reward:
-        metrics["actor/reward_kl_penalty_coeff"] = run.kl_controller.value
-        batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, run.kl_controller.value, mask)
-        run.kl_controller.update(current, int(moments[1]))
+        ctrl = algorithm.kl_ctrl
+        coefficient = run.kl_controller.value(ctrl.kl_coef)
+        metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, coefficient, mask)
+        run.kl_controller.update(ctrl.kl_coef, current, int(moments[1]), ctrl.target_kl)
     return metrics
 
 
@@ -345,17 +362,18 @@ def step_metrics(engine: ModelEngine, update: Update) -> Metrics:
 
 
 def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
-    """Scores and lengths of the samples that were not aborted; rewards, advantages, … of all trained tokens."""
+    """Scores and lengths of the samples that were finished and scored; rewards, advantages, … of all trained tokens."""
     info = batch.info
-    whole = ~info.aborted
+    whole = info.whole
     out = summarize("critic/score", info.score[whole])
+    out |= stable_signal(info.score[whole])
     out |= summarize("response_length", info.response_len[whole])
     out |= summarize("prompt_length", info.prompt_len)
     out["response_length/clip_ratio"] = float(info.truncated.mean())
     out["response/aborted_ratio"] = float(info.aborted.mean())
     sources = np.array(info.source)
     for source in np.unique(sources[whole]):
-        out[f"reward/{source}/mean"] = float(info.score[whole & (sources == source)].mean())
+        out[f"critic/score/{source}/mean"] = float(info.score[whole & (sources == source)].mean())
     numbers = MetricAccumulator()
     mask = batch["loss_mask"] if run.actor.primary else torch.zeros_like(batch["loss_mask"])
     totals = segment_sum(batch["rewards"], batch.cu_seqlens)

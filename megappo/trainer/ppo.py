@@ -9,13 +9,17 @@ import torch.distributed as dist
 
 from megappo.checkpoint.hf import write_hf
 from megappo.config.schema import ExperimentConfig
+from megappo.errors import Interrupted
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
 from megappo.trainer import phases
+from megappo.trainer.effective import changing_metrics
 from megappo.trainer.evaluate import evaluate
+from megappo.trainer.guard import Event, Verdict
 from megappo.trainer.interrupt import StopRequest
+from megappo.trainer.recover import begin_guard, carry_out, guard_step, update_forbidden
 from megappo.trainer.resume import load_run, save_run, settle, store_of
-from megappo.trainer.setup import DTYPES, PPORun, build_run, read_inputs
+from megappo.trainer.setup import DTYPES, PPORun, build_run, configure, leave_recorded_rollouts, read_inputs
 from megappo.trainer.watch import Watch
 
 
@@ -39,11 +43,12 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
 def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
     trainer = run.config.trainer
     _begin(run, watch)
+    begin_guard(run)
     phases.sync_weights(run)
     metrics: dict[str, float] = {}
     if run.iteration == 0 and trainer.val_before_train and run.val_data is not None:
         metrics = _evaluate(run, watch)
-    stopping = stop.anywhere()
+    stopping, verdict, events = stop.anywhere(), Verdict(), []
     while run.iteration < run.total_iterations and not stopping:
         timer = Timer(backend.synchronize)
         with timer("step"):
@@ -53,15 +58,34 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
         if _due(trainer.test_freq, run.iteration, last) and run.val_data is not None and not stopping:
             with timer("testing"):
                 metrics |= _evaluate(run, watch)
-        if _due(trainer.save_freq, run.iteration, last or stopping):
+        metrics |= timer.take()  # rules may watch times too
+        events = guard_step(run, watch, metrics)
+        verdict = Verdict.of(events)
+        with timer("guard"):
+            carry_out(run, verdict)
+        stopping |= verdict.stop
+        if not verdict.rollback and (verdict.stop or _due(trainer.save_freq, run.iteration, last or stopping)):
             with timer("save_checkpoint"):
                 save_run(run, wait=last or stopping or not trainer.async_save)
         settle(run, wait=False)
         watch.log(run.iteration, metrics | timer.take())
+    if verdict.stop:
+        raise _stopped(run, events)
     if run.iteration < run.total_iterations:
         raise stop.interrupted(f"iteration {run.iteration}", store_of(run), "trainer.save_freq", trainer.resume)
     _export(run, watch)
     return metrics
+
+
+def _stopped(run: PPORun, events: list[Event]) -> Interrupted:
+    """The guard ended the run."""
+    reasons = "; ".join(str(event) for event in events if any("stop" in action for action in event.actions))
+    kept = store_of(run).folder(store_of(run).iterations()[-1])
+    return Interrupted(
+        f"stopped after iteration {run.iteration}: {reasons}. The newest checkpoint is {kept}; "
+        f"`megappo report {run.config.trainer.output_dir}` shows what happened",
+        code=3,
+    )
 
 
 def _begin(run: PPORun, watch: Watch) -> None:
@@ -74,19 +98,25 @@ def _begin(run: PPORun, watch: Watch) -> None:
     changes = load_run(run)
     if changes is not None:
         watch.resumed(run.iteration)
+        if run.guard.on_policy:
+            leave_recorded_rollouts(run)
         if changes:
             watch.say(f"changed since the checkpoint: {'; '.join(changes)}")
 
 
 def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     """rollout → scores → log-probs, values → rewards → advantages → critic and actor epochs → weights to rollout."""
+    configure(run)
     algorithm = run.config.algorithm
-    metrics: dict[str, float] = {}
+    metrics = changing_metrics(run.base, run.config, run.guard.adjustments)
     with timer("gen"):
         samples, rows = phases.generate(run)
     with timer("reward"):
-        batch = phases.score(run, samples, rows)
+        batch, scored = phases.score(run, samples, rows)
+        metrics |= scored
         baseline = phases.greedy_baseline(run, samples, rows) if algorithm.adv_estimator == "remax" else None
+    with timer("hacking"):
+        metrics |= phases.hacking_watch(batch)
     actor_plan = phases.plan_actor(run, batch)
     batch = batch.to(actor_plan.placement)
     with timer("old_log_prob"):
@@ -105,8 +135,9 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
         metrics |= phases.batch_metrics(run, batch)
         actor_batch, mismatch = phases.add_correction(run, batch)
         metrics |= mismatch
-    updates, train_actor = [], run.iteration >= run.config.trainer.critic_warmup
-    if run.critic is not None:
+    skip = update_forbidden(run, metrics)
+    updates, train_actor = [], run.iteration >= run.config.trainer.critic_warmup and not skip
+    if run.critic is not None and not skip:
         with timer("update_critic"):
             critic_batch["returns"] = batch.only("returns").to(critic_plan.placement)["returns"]
             updates.append(phases.update_critic(run, critic_batch, critic_plan))
@@ -120,7 +151,7 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
             metrics |= phases.sync_weights(run)
     tokens = int(batch.info.length.sum())
     metrics |= {"perf/total_num_tokens": float(tokens), "training/global_step": float(run.iteration + 1)}
-    metrics["training/epoch"] = float(run.iteration // run.sampler.steps_per_epoch)
+    metrics["training/epoch"] = float((run.data_position - 1) // len(run.train_data))
     return metrics
 
 

@@ -1,7 +1,7 @@
-"""Save and restore a whole run: roles, optimizers, schedules, RNG, data position, KL controller.
+"""Save and restore a whole run: roles, optimizers, schedules, RNG, data position, KL controller, rewards, guard.
 
-Data order, mini-batches and sampling seeds are pure functions of (seed, iteration), so the iteration number is all
-that has to be kept of them.
+Mini-batches and sampling seeds are pure functions of (seed, iteration), the data order of (seed, position), so two
+numbers are all that has to be kept of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megappo.parallel.reduce import any_rank, gather_objects
 from megappo.trainer.setup import PPORun
 
 # What a resumed run may change without a word: how long to run, what to log and record.
-_FREE_TO_CHANGE = ("trainer.", "sft.", "rollout.val.", "rollout.record_dir")
+_FREE_TO_CHANGE = ("trainer.", "sft.", "guard.", "rollout.val.", "rollout.record_dir")
 _TOLD = ("trainer.seed", "trainer.critic_warmup")
 
 
@@ -71,13 +71,15 @@ def save_state(
     return PendingCheckpoint(store, iteration, pending)
 
 
-def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict | None:
-    """Restore the newest checkpoint; returns its `state.json`, or None when there is none. Collective.
+def load_state(folder: Path | None, engines: dict[str, ModelEngine], *, clock: bool = True) -> dict | None:
+    """Restore a checkpoint; returns its `state.json`, or None where `folder` is. Collective.
+
+    Args:
+        clock: False leaves the position in the learning-rate decay where it is.
 
     Raises:
         UserError: the checkpoint is damaged, or holds other roles than this run trains.
     """
-    folder = store.latest()
     if folder is None:
         return None
     state = json.loads((folder / "state.json").read_text())
@@ -89,7 +91,7 @@ def load_state(store: CheckpointStore, engines: dict[str, ModelEngine]) -> dict 
         )
     for role, engine in roles.items():
         load_engine(engine, folder / role)
-        if engine.member:
+        if engine.member and clock:
             engine.optimizer.load_state(state["optimizers"][role])
     _load_rng(folder, state["world"])
     return state
@@ -106,7 +108,10 @@ def save_run(run: PPORun, *, wait: bool = True) -> None:
     extra = {
         "weight_version": run.weight_version,
         "kl_controller": run.kl_controller.state_dict(),
-        "config": run.config.model_dump(mode="json"),
+        "data_position": run.data_position,
+        "guard": run.guard.state_dict(),
+        "reward": run.reward.state_dict(),
+        "config": run.base.model_dump(mode="json"),
     }
     run.pending_save = save_state(store_of(run), run.iteration, run.engines, extra)
     if wait:
@@ -127,13 +132,16 @@ def load_run(run: PPORun) -> list[str] | None:
         The settings that differ from the ones it was saved with, as "key: old -> new": they are in force from now
         on. Those that only say how long to run and what to log are left out.
     """
-    state = load_state(store_of(run), run.engines)
+    state = load_state(store_of(run).latest(), run.engines)
     if state is None:
         return None
     run.iteration = int(state["iteration"])
     run.weight_version = int(state["weight_version"])
+    run.data_position = int(state["data_position"])
     run.kl_controller.load_state_dict(state["kl_controller"])
-    before, now = _flat(state["config"]), _flat(run.config.model_dump(mode="json"))
+    run.guard.load_state_dict(state["guard"])
+    run.reward.load_state_dict(state["reward"])
+    before, now = _flat(state["config"]), _flat(run.base.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if key in _TOLD or not key.startswith(_FREE_TO_CHANGE)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megappo.algorithms.kl import FixedController, make_controller
+from megappo.algorithms.kl_coefficient import KlCoefficient
 from megappo.checkpoint.hf import HFReader
 from megappo.config.schema import ExperimentConfig, ModelConfig, OptimConfig, ParallelConfig
 from megappo.data.prompts import PromptDataset, PromptSampler
@@ -20,6 +20,8 @@ from megappo.parallel import backend
 from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.combine import CombinedReward, build_reward
 from megappo.rollout.base import RolloutEngine, SamplingParams
+from megappo.trainer.effective import batch_sizes, count_iterations, effective_config, largest_batch, optimizer_steps
+from megappo.trainer.guard import Guard
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,8 +40,16 @@ class Inputs:
 
 @dataclass
 class PPORun:
-    """Everything that lives as long as the run. `iteration` is the next one to do; the rest is rebuilt on resume."""
+    """Everything that lives as long as the run; most is rebuilt on resume.
 
+    Attributes:
+        base: the configuration as written.
+        config: what is in force in this iteration, see `configure`.
+        iteration: the next one to do, from 0; never goes back.
+        data_position: prompts taken so far, from the start of the run.
+    """
+
+    base: ExperimentConfig
     config: ExperimentConfig
     tokenizer: Any
     train_data: PromptDataset
@@ -52,9 +62,12 @@ class PPORun:
     reference: ModelEngine | None
     rollout: RolloutEngine
     sampling: SamplingParams
-    kl_controller: FixedController
+    kl_controller: KlCoefficient
+    guard: Guard
     iteration: int = 0
     weight_version: int = 0
+    data_position: int = 0
+    guard_introduced: bool = False
     engines: dict[str, ModelEngine] = field(default_factory=dict)
     pending_save: Any = None  # resume.PendingCheckpoint
 
@@ -173,10 +186,15 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
     val = None
     if data.val_files and config.rollout.engine != "recorded":
         val = PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
-    sampler = PromptSampler(len(train), data.train_batch_size, config.trainer.seed, data.shuffle)
-    iterations = config.trainer.total_iterations or config.trainer.total_epochs * sampler.steps_per_epoch
+    sampler = PromptSampler(len(train), largest_batch(config), config.trainer.seed, data.shuffle)
+    iterations = count_iterations(config, len(train))
     reward = build_reward(config.rewards)
-    reward.start()
+    reward.check_sources(row.data_source for part in (train, val) if part is not None for row in part)
+    try:
+        reward.start()
+    except BaseException:
+        reward.close()  # processes of other entries may run
+        raise
     return Inputs(tokenizer, train, val, sampler, reward, iterations)
 
 
@@ -184,10 +202,7 @@ def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, Model
     """The roles that this run needs; `iterations` decide the length of the learning-rate schedules. Collective."""
     actor, critic, model = config.actor, config.critic, config.model
     temperature = config.rollout.temperature
-
-    def steps(iterations: int, mini_batch_size: int, epochs: int) -> int:
-        return max(1, iterations) * -(-config.data.train_batch_size // mini_batch_size) * epochs
-
+    sizes = batch_sizes(config, iterations)
     engines = {
         "actor": build_engine(
             config.model.path,
@@ -195,7 +210,9 @@ def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, Model
             model,
             temperature=temperature,
             optim=actor.optim,
-            total_steps=steps(iterations - config.trainer.critic_warmup, actor.ppo_mini_batch_size, actor.ppo_epochs),
+            total_steps=optimizer_steps(
+                sizes[config.trainer.critic_warmup :], actor.ppo_mini_batch_size, actor.ppo_epochs
+            ),
         )
     }
     if config.needs_critic:
@@ -205,7 +222,7 @@ def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, Model
             model,
             critic=True,
             optim=critic.optim,
-            total_steps=steps(iterations, critic.ppo_mini_batch_size, critic.ppo_epochs),
+            total_steps=optimizer_steps(sizes, critic.ppo_mini_batch_size, critic.ppo_epochs),
         )
     if config.needs_reference:
         reference = config.reference
@@ -218,6 +235,7 @@ def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
     engines = _build_engines(config, inputs.total_iterations)
     rollout, ctrl = config.rollout, config.algorithm.kl_ctrl
     return PPORun(
+        base=config,
         config=config,
         **vars(inputs),
         actor=engines["actor"],
@@ -232,8 +250,31 @@ def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
             stop_token_ids=stop_token_ids(config.model.path, inputs.tokenizer, rollout.stop_token_ids),
             stop_strings=tuple(rollout.stop),
         ),
-        kl_controller=make_controller(
-            ctrl.type, ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon, power=ctrl.power
-        ),
+        kl_controller=KlCoefficient(ctrl.type, target_kl=ctrl.target_kl, horizon=ctrl.horizon, power=ctrl.power),
+        guard=Guard(config),
         engines=engines,
     )
+
+
+def configure(run: PPORun) -> None:
+    """Put the values of the coming iteration in force: schedules, and what the guard changed."""
+    run.config = effective_config(run.base, run.iteration, run.total_iterations, run.guard.adjustments)
+    for engine, optim in ((run.actor, run.config.actor.optim), (run.critic, run.config.critic.optim)):
+        if engine is not None and engine.optimizer is not None:  # None on ranks outside the role's layout
+            engine.optimizer.config = optim
+    temperature = run.config.rollout.temperature
+    run.sampling = replace(run.sampling, temperature=temperature)
+    for engine in (run.actor, run.reference):
+        if engine is not None:
+            engine.temperature = temperature
+
+
+def leave_recorded_rollouts(run: PPORun) -> bool:
+    """Generate from now on instead of replaying; the caller sends the weights. False if the run does so anyway."""
+    from megappo.rollout.recorded import RecordedEngine
+
+    if not isinstance(run.rollout, RecordedEngine):
+        return False
+    rollout = run.base.rollout.model_copy(update={"engine": "embedded"})
+    run.rollout = _build_rollout(run.base.model_copy(update={"rollout": rollout}), run.tokenizer)
+    return True

@@ -132,7 +132,7 @@ class _Sft:
             if aside is not None:
                 self.watch.say(f"trainer.resume is never: the earlier checkpoints are now in {aside}")
             return
-        state = load_state(self.store, {"sft": self.engine})
+        state = load_state(self.store.latest(), {"sft": self.engine})
         if state is not None:
             self.step = int(state["iteration"])
             self.watch.resumed(self.step)

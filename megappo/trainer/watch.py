@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megappo.config.schema import ExperimentConfig
 from megappo.observe.sinks import build_sinks
-from megappo.observe.sinks.base import Sinks
+from megappo.observe.sinks.base import EVENTS_TAG, Sinks
+from megappo.observe.sinks.jsonl import EventLog
+from megappo.trainer.guard import Event, Verdict
 
 
 class Watch:
@@ -31,20 +34,37 @@ class Watch:
             if self.main
             else Sinks([])
         )
+        self.event_log = EventLog(Path(trainer.output_dir))
 
     def resumed(self, iteration: int) -> None:
         """The run continues after `iteration`: records of later iterations will be made again."""
         self.sinks.truncate_from(iteration + 1)
+        if self.main:
+            self.event_log.truncate_from(iteration + 1)
         self.say(f"resumed after iteration {iteration}")
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """One iteration's metrics, completed by the throughput."""
+        if self.main:
+            self.event_log.begin()
         seconds = metrics.get("timing_s/step")
         tokens = metrics.get("perf/total_num_tokens")
         if seconds and tokens:
             metrics["perf/time_per_step"] = seconds
             metrics["perf/throughput"] = tokens / seconds / dist.get_world_size()
         self.sinks.log(metrics, iteration)
+
+    def events(self, iteration: int, events: Sequence[Event]) -> None:
+        """What the guard saw and did: events.jsonl, texts for the sinks, and a line for what must not go unseen."""
+        if not self.main:
+            return
+        self.event_log.write([event.record() for event in events])
+        rows = [{"rule": e.rule, "metric": e.metric, "value": e.value, "what": str(e)} for e in events]
+        self.sinks.text(EVENTS_TAG, rows, iteration)
+        for event in events:
+            verdict = Verdict.of([event])
+            if verdict.warn or verdict.rollback:
+                self.say(f"iteration {iteration}: {event}")
 
     def validation(self, iteration: int, metrics: dict[str, float], answers: Sequence) -> None:
         """Held-out metrics on their own line (before training), and some answers."""
@@ -58,3 +78,4 @@ class Watch:
 
     def close(self) -> None:
         self.sinks.close()
+        self.event_log.close()

@@ -208,7 +208,7 @@ def test_mistral_without_the_key_has_the_window_that_transformers_gives_it(exp):
         ({PP: 3, FIRST: 1}, 3, [PP]),
         ({PP: 2, FIRST: 9}, 2, [PP]),
         ({FIRST: 2}, 1, [FIRST]),
-        ({PP: 2, VPP: 2, FIRST: 1}, 2, [VPP]),
+        ({PP: 2, VPP: 2, FIRST: 1}, 2, [FIRST, PP]),
         ({"context_parallel_size": 2}, 2, []),
         ({"context_parallel_size": 2}, 3, [TP]),
         ({"expert_model_parallel_size": 2}, 2, ["expert_model_parallel_size"]),

@@ -202,7 +202,8 @@ def metric_sources() -> list[Path]:
             names = [name for name in imported(file) if name.startswith("megappo.trainer.")]
             files = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in names]
             queue += [file for file in files if file.exists()]
-    return [*found, ROOT / "megappo/engine/losses.py", ROOT / "megappo/algorithms/correction.py"]
+    others = ("engine/losses.py", "algorithms/correction.py", "rewards/signals.py")
+    return [*found, *(ROOT / "megappo" / name for name in others)]
 
 
 def pattern_of(node: ast.AST) -> str | None:

@@ -1,9 +1,9 @@
-"""The keys of a `rewards` entry and of dynamic sampling."""
+"""The keys of a `rewards` entry."""
 
 import pytest
 from pydantic import ValidationError
 
-from megappo.config.schema import DynamicSamplingConfig, RewardConfig
+from megappo.config.schema import RewardConfig
 
 
 def test_an_entry_needs_no_more_than_its_type():
@@ -15,7 +15,6 @@ def test_an_entry_needs_no_more_than_its_type():
         False,
         "fail",
     )
-    assert not DynamicSamplingConfig().enabled
 
 
 @pytest.mark.parametrize(

@@ -58,19 +58,6 @@ class CorrectionConfig(Section):
     band_high: float = key(2.0, "Largest accepted probability ratio.", gt=0)
 
 
-class DynamicSamplingConfig(Section):
-    """DAPO's dynamic sampling: train on groups whose responses differ in score, and draw more prompts to fill up."""
-
-    enabled: bool = key(False, "Replace prompts whose responses all score the same (needs rollout.n >= 2).")
-    max_rounds: int = key(3, "Rounds of generation in an iteration, the first included, at most.", ge=1)
-    signal: Literal["score", "success"] = key(
-        "score", "What has to differ in a group: scores, or whether they count as success (>= 0.8)."
-    )
-    shortfall: Literal["fill", "fail"] = key(
-        "fill", "If the rounds did not bring enough groups: fill up with those without signal, or end the run."
-    )
-
-
 class AlgorithmConfig(Section):
     """From scores to advantages."""
 
@@ -95,4 +82,3 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlCtrlConfig = sub(KlCtrlConfig, "Controller of the KL coefficient in the reward.")
     reward_shaping: RewardShapingConfig = sub(RewardShapingConfig, "From scores to token rewards.")
     correction: CorrectionConfig = sub(CorrectionConfig, "Correction of the rollout/training mismatch.")
-    dynamic_sampling: DynamicSamplingConfig = sub(DynamicSamplingConfig, "Train on prompts that carry signal.")

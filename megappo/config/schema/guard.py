@@ -62,7 +62,7 @@ class GuardActionConfig(Section):
     skip_data: bool = key(True, "With rollback: go on behind the data that was used since; false: use it again.")
     restore_optimizer: bool = key(False, "Take the optimizers' moments from the newest checkpoint.")
     skip_update: bool = key(False, "No update in an iteration in which the condition holds before the update.")
-    on_policy: bool = key(False, "Leave recorded rollouts for generated ones, where an online engine is configured.")
+    on_policy: bool = key(False, "Leave recorded rollouts for generated ones (embedded engine), for good.")
     check: CheckConfig | None = key(None, "Look at other metrics and report what is out of range.")
     warn: bool = key(False, "A line on the console, beside the event that every rule leaves.")
     stop: bool = key(False, "Save, and end the run with a report.")

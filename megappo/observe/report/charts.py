@@ -109,7 +109,7 @@ def _results() -> list[Chart]:
             "reward",
             (Line("critic/rewards/mean", "mean"),),
         ),
-        Chart(REWARD, "score_by_source", "Score by data source", "mean score", (Line("reward/*/mean", "{}"),)),
+        Chart(REWARD, "score_by_source", "Score by data source", "mean score", (Line("critic/score/*/mean", "{}"),)),
         Chart(VALID, "val_accuracy", "Validation accuracy", "share of answers scoring ≥ 0.8", held_out, floor=0.0),
         Chart(VALID, "val_score", "Validation score", "mean score", held_out_score),
         Chart(VALID, "val_loss", "Validation loss", "nats per token", (Line("val/loss", "validation"),)),

@@ -11,6 +11,7 @@ from typing import Protocol
 from megappo.errors import UserError
 
 Row = Mapping[str, object]
+EVENTS_TAG = "guard/events"  # texts that are events of the guard; `Watch` itself writes events.jsonl and the console
 
 
 class Sink(Protocol):

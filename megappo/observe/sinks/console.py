@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megappo.observe.sinks.base import Row
+from megappo.observe.sinks.base import EVENTS_TAG, Row
 
 #: (label, metric names of which the first present is shown, format)
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -87,7 +87,7 @@ class ConsoleSink:
 
     def text(self, tag: str, rows: Sequence[Row], step: int) -> None:
         """Print the samples, shortened."""
-        for row in rows:
+        for row in rows if tag != EVENTS_TAG else ():
             cells = (f"{key}: {_shorten(value)}" for key, value in row.items())
             self._print(f"  {tag} @{step} | " + " | ".join(cells))
 

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
-from megappo.observe.sinks.base import Row
+from megappo.observe.sinks.base import EVENTS_TAG, Row
 
 
 class JsonlSink:
@@ -17,6 +17,8 @@ class JsonlSink:
 
     Values that JSON has no number for are strings that `float()` reads: "nan", "inf", "-inf".
     """
+
+    FILES: ClassVar[tuple[str, ...]] = ("metrics.jsonl", "samples.jsonl")
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)
@@ -29,13 +31,13 @@ class JsonlSink:
 
     def text(self, tag: str, rows: Sequence[Row], step: int) -> None:
         """Write one line a sample to samples.jsonl."""
-        for row in rows:
+        for row in rows if tag != EVENTS_TAG else ():
             self._write("samples.jsonl", {**row, "tag": tag, "step": step})
 
     def truncate_from(self, step: int) -> None:
         """Drop lines with `step` or later and a line that was cut off; then append to the same files."""
         self._resumed = True
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in self.FILES:
             path = self._folder / name
             if path.exists():
                 kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < step]
@@ -50,16 +52,35 @@ class JsonlSink:
         self._open = {}
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
+        self._begin(name)
+        plain = {key: _plain(value) for key, value in record.items()}
+        file = self._open[name]
+        file.write(json.dumps(plain, sort_keys=True, ensure_ascii=False) + "\n")
+        file.flush()
+
+    def _begin(self, name: str) -> None:
         if name not in self._open:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / name
             if not self._resumed:
                 _set_aside(path)
             self._open[name] = path.open("a", encoding="utf-8")
-        plain = {key: _plain(value) for key, value in record.items()}
-        file = self._open[name]
-        file.write(json.dumps(plain, sort_keys=True, ensure_ascii=False) + "\n")
-        file.flush()
+
+
+class EventLog(JsonlSink):
+    """The guard's events as lines of `events.jsonl`, whatever `trainer.logger` says."""
+
+    FILES = ("events.jsonl",)
+
+    def begin(self) -> None:
+        """Training has begun: unless the run was resumed, events of an earlier one are kept under another name."""
+        if (self._folder / self.FILES[0]).exists():
+            self._begin(self.FILES[0])
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append events."""
+        for record in records:
+            self._write(self.FILES[0], dict(record))
 
 
 def _step(line: str) -> float:
