@@ -20,8 +20,7 @@ from megappo.engine.engine import EngineOptions, ModelEngine
 from megappo.models.spec import load_spec
 from megappo.parallel import backend, vocab
 from megappo.parallel.layout import ParallelLayout
-from megappo.rollout.base import GenerateRequest, SamplingParams
-from megappo.rollout.collect import assemble
+from megappo.rollout.base import GeneratedSample, GenerateRequest, SamplingParams
 from megappo.rollout.embedded import EmbeddedEngine
 
 TOKENS = Budget(tokens=60)
@@ -55,6 +54,21 @@ def random_batch(lengths: list[int], seed: int = 0) -> RolloutBatch:
     info = SampleInfo(np.arange(n), zeros, zeros + 3, length, length - 3, zeros * 1.0, zeros, zeros, ["s"] * n)
     tokens = torch.randint(3, VOCAB, (int(length.sum()),), generator=torch.Generator().manual_seed(seed))
     return RolloutBatch(info, Placement(ParallelLayout(), zeros), np.arange(n), {"tokens": tokens, "loss_mask": mask})
+
+
+def batch_of(samples: list[GeneratedSample]) -> RolloutBatch:
+    """Generated samples with the log-probs that they came with."""
+    prompt = np.array([len(s.prompt_ids) for s in samples])
+    response = np.array([len(s.response_ids) for s in samples])
+    n, zeros = len(samples), np.zeros(len(samples), dtype=np.int64)
+    length = prompt + response
+    info = SampleInfo(np.arange(n), zeros, prompt, length, response, zeros * 1.0, zeros, zeros, ["s"] * n)
+    columns = {
+        "tokens": torch.tensor([t for s in samples for t in (*s.prompt_ids, *s.response_ids)]),
+        "loss_mask": torch.cat([torch.arange(le) >= p for le, p in zip(length, prompt, strict=True)]),
+        "rollout_logprobs": torch.tensor([x for s in samples for x in (*[0.0] * len(s.prompt_ids), *s.logprobs)]),
+    }
+    return RolloutBatch(info, Placement(ParallelLayout(), zeros), np.arange(n), columns)
 
 
 @torch.no_grad()
@@ -150,8 +164,7 @@ def rollout_and_training(folder: Path, dtype: torch.dtype) -> dict[str, float]:
     requests = [GenerateRequest(i, i, prompt, seed=100 + i) for i, prompt in enumerate(prompts)]
     samples = rollout.generate(requests, SamplingParams(24, temperature=0.8, stop_token_ids=(7, 8, 9)))
     again = rollout.generate(requests[::-1], SamplingParams(24, temperature=0.8, stop_token_ids=(7, 8, 9)))
-    rows = [type("Row", (), {"data_source": "s"})() for _ in samples]
-    batch = assemble(samples, rows, [0.0] * len(samples))
+    batch = batch_of(samples)
     micro = plan_forward(batch.info.length, batch.placement.owner, 1, TOKENS)[0]
     scored = engine.forward(batch, micro, "logprobs")["logprobs"]
     mask = batch["loss_mask"]
