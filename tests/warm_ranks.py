@@ -17,19 +17,22 @@ import torch
 import torch.multiprocessing as mp
 from support import join_group, meeting_file
 
-_groups: dict[int, _Group] = {}
+_groups: dict[tuple[int, str], _Group] = {}
 
 
 def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 120) -> Any:
     """Run `fn(*args)` on `world` ranks and return rank 0's result. Any failure fails the test.
 
-    The group is kept for the next call unless something went wrong; everything ends with this process.
+    The group is kept for the next call of the same module and size unless something went wrong. Only one is: the
+    process groups of many layouts have hundreds of threads, and idle ones still cost processor time.
     """
-    if world not in _groups:
-        _groups[world] = _Group(world)
-    group = _groups.pop(world)
+    key = (world, fn.__module__)
+    if key not in _groups:
+        _end_all()
+        _groups[key] = _Group(world)
+    group = _groups.pop(key)
     result = group.run(fn, args, timeout)
-    _groups[world] = group
+    _groups[key] = group
     return result
 
 
@@ -103,3 +106,4 @@ def _serve(rank: int, world: int, meeting: str, pipe: Connection) -> None:
 def _end_all() -> None:
     for group in _groups.values():
         group.end()
+    _groups.clear()

@@ -310,13 +310,13 @@ def folders(tmp_path_factory):
     ("world", "families", "cases", "kinds"),
     [
         (1, ("qwen2", "qwen2_tied", "qwen3"), CASES_1, ("actor", "critic", "gspo")),
+        (1, ("mixtral", "qwen3_moe"), CASES_1[:3], ("actor", "critic")),
         (2, ("qwen2_tied",), CASES_2, ("actor", "critic")),
         (2, ("qwen2", "qwen3"), CASES_2[:5], ("actor", "gspo")),
-        (4, ("qwen2_tied",), CASES_4, ("actor",)),
-        (4, ("qwen2",), CASES_4, ("critic",)),
-        (1, ("mixtral", "qwen3_moe"), CASES_1[:3], ("actor", "critic")),
         (2, ("mixtral", "qwen3_moe"), CASES_2_MOE, ("actor",)),
         (2, ("qwen3_moe",), CASES_2_MOE[2:3], ("critic",)),
+        (4, ("qwen2_tied",), CASES_4, ("actor",)),
+        (4, ("qwen2",), CASES_4, ("critic",)),
         (4, ("qwen3_moe",), CASES_4_MOE, ("actor",)),
     ],
 )
