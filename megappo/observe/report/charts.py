@@ -1,17 +1,17 @@
-"""Which charts a report has: metrics, units, thresholds. The thresholds are those of the guard's presets."""
+"""Which charts a report has: metrics, units."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from megappo.observe.report.runs import Run
+from megappo.observe.report.thresholds import Limit, Thresholds, Zone
 
-Level = Literal["good", "warn", "bad"]
+MOST_SOURCES = 8  # data sources that are drawn; the table of all metrics has all
 MOST_OTHER = 24  # charts of metrics that the catalogue does not know
 
 
@@ -26,24 +26,6 @@ class Line:
     label: str
     band: tuple[str, ...] = ()
     band_label: str = ""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A threshold: a horizontal line."""
-
-    value: float
-    label: str
-    level: Level = "warn"
-
-
-@dataclass(frozen=True)
-class Zone:
-    """A healthy range."""
-
-    low: float
-    high: float
-    label: str
 
 
 @dataclass(frozen=True)
@@ -67,14 +49,6 @@ class Chart:
     log: bool = False
 
 
-KL_TABLES: dict[str, tuple[tuple[Zone, ...], tuple[Limit, ...]]] = {
-    "conservative": (
-        (Zone(0.005, 0.015, "healthy 0.005–0.015, target 0.01"),),
-        (Limit(0.03, "warning 0.03"), Limit(0.05, "drift 0.05", "bad")),
-    ),
-    "loose": ((Zone(0.02, 0.08, "stable 0.02–0.08"),), (Limit(0.1, "drift 0.1", "bad"),)),
-}
-
 REWARD, VALID, KL, LOSS, CLIP, LENGTH, MATCH, SPEED, OTHER = (
     "Reward",
     "Validation",
@@ -88,9 +62,9 @@ REWARD, VALID, KL, LOSS, CLIP, LENGTH, MATCH, SPEED, OTHER = (
 )
 
 
-def catalogue(preset: str) -> list[Chart]:
-    """All charts, before it is known which metrics the runs have. `preset`: a key of KL_TABLES."""
-    return [*_results(), *_control(preset), *_losses(), *_rest()]
+def catalogue() -> list[Chart]:
+    """All charts, before it is known which metrics the runs have."""
+    return [*_results(), *_control(), *_losses(), *_rest()]
 
 
 def _results() -> list[Chart]:
@@ -109,15 +83,20 @@ def _results() -> list[Chart]:
             "reward",
             (Line("critic/rewards/mean", "mean"),),
         ),
-        Chart(REWARD, "score_by_source", "Score by data source", "mean score", (Line("critic/score/*/mean", "{}"),)),
+        Chart(
+            REWARD,
+            "score_by_source",
+            "Score by data source and reward",
+            "mean score",
+            (Line("critic/score/*/mean", "{}"),),
+        ),
         Chart(VALID, "val_accuracy", "Validation accuracy", "share of answers scoring ≥ 0.8", held_out, floor=0.0),
         Chart(VALID, "val_score", "Validation score", "mean score", held_out_score),
         Chart(VALID, "val_loss", "Validation loss", "nats per token", (Line("val/loss", "validation"),)),
     ]
 
 
-def _control(preset: str) -> list[Chart]:
-    zones, limits = KL_TABLES[preset]
+def _control() -> list[Chart]:
     to_reference = (
         Line("actor/reward_kl_penalty", "before the update"),
         Line("actor/kl_loss", "in the loss"),
@@ -126,42 +105,17 @@ def _control(preset: str) -> list[Chart]:
         Line("actor/reward_kl_penalty_coeff", "in the reward"),
         Line("actor/kl_coef", "in the loss"),
     )
-    entropy_limits = (Limit(0.5, "low 0.5"), Limit(0.1, "mode collapse 0.1", "bad"))
+    kl, entropy = "KL to the reference", "Policy entropy"
+    step = (Line("actor/ppo_kl", "mean"),)
     return [
-        Chart(
-            KL,
-            "kl_reference",
-            f"KL to the reference ({preset} bands)",
-            "nats per token",
-            to_reference,
-            limits,
-            zones,
-            show_limits=True,
-        ),
-        Chart(
-            KL,
-            "kl_step",
-            "KL of the update (old to new policy)",
-            "nats per token",
-            (Line("actor/ppo_kl", "mean"),),
-            (Limit(0.02, "step limit 0.02"),),
-        ),
+        Chart(KL, "kl_reference", kl, "nats per token", to_reference, show_limits=True),
+        Chart(KL, "kl_step", "KL of the update (old to new policy)", "nats per token", step),
         Chart(KL, "kl_coefficient", "KL coefficient", "coefficient", coefficients),
-        Chart(
-            KL,
-            "entropy",
-            "Policy entropy",
-            "nats per token",
-            (Line("actor/entropy", "mean"),),
-            entropy_limits,
-            floor=0.0,
-            show_limits=True,
-        ),
+        Chart(KL, "entropy", entropy, "nats per token", (Line("actor/entropy", "mean"),), floor=0.0, show_limits=True),
     ]
 
 
 def _losses() -> list[Chart]:
-    cut = (Limit(5.0, "cut the learning rate above 5"),)
     norms = [
         Chart(
             LOSS,
@@ -169,7 +123,6 @@ def _losses() -> list[Chart]:
             f"Gradient norm, {name}",
             "norm before clipping",
             (Line(f"{role}/grad_norm", "mean of the steps"), Line(f"{role}/grad_norm_max", "largest step")),
-            cut,
         )
         for role, name in (("actor", "policy"), ("critic", "critic"), ("train", "fine-tuning"))
     ]
@@ -183,14 +136,7 @@ def _losses() -> list[Chart]:
             "loss",
             (Line("actor/pg_loss", "policy loss"), Line("actor/loss", "with entropy and KL terms")),
         ),
-        Chart(
-            LOSS,
-            "loss_value",
-            "Value loss",
-            "reward²",
-            (Line("critic/vf_loss", "value loss"),),
-            (Limit(1.0, "too high above 1"),),
-        ),
+        Chart(LOSS, "loss_value", "Value loss", "reward²", (Line("critic/vf_loss", "value loss"),)),
         Chart(LOSS, "loss_train", "Training loss", "nats per token", (Line("train/loss", "training"),)),
         *norms,
         Chart(
@@ -245,22 +191,10 @@ _PLAIN = re.compile(
 )
 
 
-def preset_of(runs: Sequence[Run]) -> tuple[str, str]:
-    """The KL table to draw, and a remark on where it comes from."""
-    given = [(run.name, run.setting("guard.preset")) for run in runs]
-    known = [(name, preset) for name, preset in given if preset in KL_TABLES]
-    if not known:
-        return "conservative", "KL bands: the conservative table (guard.preset is not set)."
-    name, preset = known[0]
-    if any(other != preset for _, other in given):
-        return preset, f"KL bands: the {preset} table, guard.preset of {name}; other runs have another or none."
-    return preset, f"KL bands: the {preset} table (guard.preset)."
-
-
-def charts_for(runs: Sequence[Run], preset: str) -> list[Chart]:
+def charts_for(runs: Sequence[Run], thresholds: Thresholds) -> list[Chart]:
     """The charts that these runs have metrics for, in the order of the page; unknown metrics come last."""
     names = {name for run in runs for name in run.curves}
-    wanted = [chart for raw in catalogue(preset) for chart in _expand(raw, names, apart=len(runs) > 1)]
+    wanted = [chart for raw in catalogue() for chart in _expand(raw, names, apart=len(runs) > 1)]
     known = {name for chart in wanted for line in chart.lines for name in (line.metric, *line.band)}
     charts = []
     for chart in wanted:
@@ -269,7 +203,13 @@ def charts_for(runs: Sequence[Run], preset: str) -> list[Chart]:
         copy = chart.key == "reward" and lines and _same(runs, lines[0], Line("critic/score/mean", ""))
         if lines and not copy and not (chart.unless_zero and _all_zero(runs, lines)):
             charts.append(replace(chart, lines=lines))
-    return charts + _others(runs, names, known)
+    charts += _others(runs, names, known)
+    return [_with_thresholds(chart, thresholds) for chart in charts]
+
+
+def _with_thresholds(chart: Chart, thresholds: Thresholds) -> Chart:
+    metrics = [line.metric for line in chart.lines]
+    return replace(chart, zones=thresholds.zones(metrics), limits=thresholds.limits(metrics))
 
 
 def _same(runs: Sequence[Run], one: Line, other: Line) -> bool:
@@ -294,6 +234,7 @@ def _expand(chart: Chart, names: set[str], *, apart: bool) -> list[Chart]:
     sources = sorted({m[1] for pattern in patterns for m in map(pattern.match, names) if m})
     if chart.key == "score_by_source" and len(sources) < 2:
         return []  # the same curve as the score
+    sources = sources[:MOST_SOURCES]
     lines = [
         [replace(x, metric=x.metric.replace("*", s), label=x.label.format(s)) for x in chart.lines] for s in sources
     ]

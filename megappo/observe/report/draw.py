@@ -336,7 +336,7 @@ def _legend(chart: Chart, runs: Sequence[Run], missing: bool) -> list[tuple[Any,
         if line.band and any(name in run.curves for run in runs for name in line.band):
             items.append((Patch(color="#66717d" if several else run_colour(i), alpha=0.2, lw=0), line.band_label))
     if any(line.metric in old for run in runs for old in run.discarded for line in chart.lines):
-        items.append((Line2D([], [], color="#66717d", lw=1.1, ls=(0, (1, 1.6))), "before rollback"))
+        items.append((Line2D([], [], color="#66717d", lw=1.1, ls=(0, (1, 1.6))), "before a resume"))
     if any(run.events for run in runs):
         colour = "#66717d" if several else LEVELS["bad"]
         items.append((Line2D([], [], color=colour, lw=0.9, ls=(0, (3, 2.2))), "guard event"))

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from megappo import __version__
 from megappo.errors import UserError
 from megappo.observe.report import numbers
-from megappo.observe.report.charts import KL, OTHER, SPEED, charts_for, preset_of
+from megappo.observe.report.charts import KL, OTHER, SPEED, charts_for
 from megappo.observe.report.runs import Event, Run, load_runs
 from megappo.observe.report.samples import sample_groups
 from megappo.observe.report.template import CSS, PAGE
+from megappo.observe.report.thresholds import Thresholds, thresholds_of
 
 if TYPE_CHECKING:
     from megappo.observe.report.draw import Picture
@@ -45,12 +46,12 @@ def write_report(folders: Sequence[str | Path], out: str | Path | None = None, p
     target = Path(out) if out else Path(folders[0]) / "report.html" if len(runs) == 1 else Path("report.html")
     if target.is_dir():
         raise UserError(f"{target} is a folder: give --out a file name, such as {target / 'report.html'}")
-    preset, origin = preset_of(runs)
+    thresholds = thresholds_of(runs)
     try:
         if png is not None:
             Path(png).mkdir(parents=True, exist_ok=True)
-        pictures = draw_all(runs, preset, Path(png) if png is not None else None)
-        text = render(runs, pictures, origin)
+        pictures = draw_all(runs, thresholds, Path(png) if png is not None else None)
+        text = render(runs, pictures, thresholds.note)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8", newline="\n")
     except OSError as err:
@@ -67,7 +68,7 @@ def _need_matplotlib() -> None:
         raise UserError(f"megappo report needs matplotlib ({err}): pip install 'megappo[report]'") from None
 
 
-def draw_all(runs: Sequence[Run], preset: str, png: Path | None) -> list[Picture]:
+def draw_all(runs: Sequence[Run], thresholds: Thresholds, png: Path | None) -> list[Picture]:
     """All charts of these runs, in the order of the page; also as files in `png`."""
     from megappo.observe.report.draw import draw, picture, style
     from megappo.observe.report.timing import draw_timing
@@ -79,7 +80,7 @@ def draw_all(runs: Sequence[Run], preset: str, png: Path | None) -> list[Picture
         file = png / f"{len(pictures) + 1:02d}_{key}.png" if png is not None else None
         pictures.append(picture(section, key, title, metrics, figure, file))
 
-    charts = charts_for(runs, preset)
+    charts = charts_for(runs, thresholds)
     with style():
         for chart in (c for c in charts if c.section != OTHER):
             add(chart.section, chart.key, chart.title, _names(chart), draw(chart, runs, span))
@@ -97,7 +98,7 @@ def _names(chart: Any) -> str:
     return ", ".join(dict.fromkeys(name for line in chart.lines for name in (line.metric, *line.band)))
 
 
-def render(runs: Sequence[Run], pictures: Sequence[Picture], kl_note: str) -> str:
+def render(runs: Sequence[Run], pictures: Sequence[Picture], limits_note: str) -> str:
     """The page as text."""
     import jinja2
 
@@ -105,7 +106,7 @@ def render(runs: Sequence[Run], pictures: Sequence[Picture], kl_note: str) -> st
 
     several = len(runs) > 1
     events = _events(runs, COLOURS)
-    sections = _sections(pictures, kl_note)
+    sections = _sections(pictures, limits_note)
     found = [(run.name, COLOURS[r], sample_groups(run)) for r, run in enumerate(runs)]
     samples = [entry for entry in found if entry[2]]
     links = [("overview", "Overview"), ("numbers", "Numbers")]
@@ -153,12 +154,13 @@ def _events(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[int, str,
     return [(i, name, colour, event) for i, (name, colour, event) in enumerate(flat, 1)]
 
 
-def _sections(pictures: Sequence[Picture], kl_note: str) -> list[dict[str, Any]]:
+def _sections(pictures: Sequence[Picture], limits_note: str) -> list[dict[str, Any]]:
     out = []
     for name in dict.fromkeys(p.section for p in pictures):
         mine = [p for p in pictures if p.section == name]
-        banded = name == KL and any(p.key == "kl_reference" for p in mine)
         anchor = re.sub(r"[^a-z]+", "-", name.lower())
-        note = "" if name != KL else kl_note if banded else _NO_REFERENCE
+        note = limits_note if name == KL else ""
+        if name == KL and not any(p.key == "kl_reference" for p in mine):
+            note = f"{_NO_REFERENCE} {note}"
         out.append({"name": name, "anchor": anchor, "pictures": mine, "note": note, "folded": name == OTHER})
     return out

@@ -25,6 +25,7 @@ class Event:
     rule: str
     metric: str
     value: str
+    condition: str
     actions: str
     message: str
 
@@ -33,7 +34,7 @@ class Event:
 class Run:
     """One run folder.
 
-    `discarded`: what was logged for iterations that a rollback or a resume made again later, oldest first.
+    `discarded`: what was logged for iterations that a resume made again later, oldest first.
     `started`, `ended`: seconds since 1970, None if unknown; `guessed`: the start comes from the timings.
     `notes`: what the reader of the report should know about the files.
     """
@@ -96,8 +97,8 @@ def load_run(folder: Path, name: str) -> Run:
     if discarded:
         first = int(discarded[0][-1]["step"])
         notes.append(
-            f"The run went back to an earlier iteration {len(discarded)} time(s) (rollback or resume), first from "
-            f"iteration {first}; dotted lines show what was logged before."
+            f"The log goes back to an earlier iteration {len(discarded)} time(s) (a resume), first from iteration "
+            f"{first}; dotted lines show what was logged before."
         )
     run = Run(name, folder, curves_of(kept), [curves_of(rows) for rows in discarded], notes=notes)
     run.events = list(read_events(folder / "events.jsonl", notes))
@@ -216,15 +217,31 @@ def read_events(file: Path, notes: list[str]) -> Iterator[Event]:
             str(record.get("rule", "")),
             str(record.get("metric") or ""),
             f"{value:.4g}" if value is not None else str(record.get("value") or ""),
+            str(record.get("condition") or ""),
             ", ".join(_action(action) for action in actions),
             str(record.get("message") or ""),
         )
 
 
 def _action(action: Any) -> str:
-    if isinstance(action, dict):
-        return " ".join(f"{key}: {value}" for key, value in action.items())
-    return str(action)
+    """One action as words: `{"scale": key, "from": x, "to": y}`, `{"rollback": "stable"}`, `{"warn": true}`, …"""
+    if not isinstance(action, dict):
+        return str(action)
+    key = action.get("scale", action.get("set"))
+    if key is not None and {"from", "to"} <= action.keys():
+        return f"{key} {_short(action['from'])} → {_short(action['to'])}"
+    if "rollback" in action:
+        again = " (same data)" if action.get("skip_data") is False else ""
+        return f"back to the {action['rollback']} checkpoint{again}"
+    if "outside" in action:
+        return f"{action['outside']} = {_short(action.get('value'))} is out of range"
+    if "inside" in action:
+        return f"{action['inside']} is in range"
+    return ", ".join(k.replace("_", " ") if v is True else f"{k}: {_short(v)}" for k, v in action.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -43,12 +43,12 @@ PAGE = """<!DOCTYPE html>
 {% if events %}<section id="events"><h2>Guard events</h2>
 <div class="wide"><table class="events">
 <thead><tr><th>#</th>{% if several %}<th>Run</th>{% endif %}<th>Iteration</th><th>Rule</th><th>Metric</th>
-<th>Value</th><th>Actions</th><th>Message</th></tr></thead>
+<th>Value</th><th>Condition</th><th>Actions</th><th>Message</th></tr></thead>
 <tbody>
 {% for number, run, colour, e in events %}<tr><td>{{ number }}</td>
 {%- if several %}<td class="run"><i style="background:{{ colour }}"></i>{{ run }}</td>{% endif -%}
 <td>{{ e.step }}</td><td>{{ e.rule }}</td><td class="mono">{{ e.metric }}</td><td>{{ e.value }}</td>
-<td>{{ e.actions }}</td>
+<td>{{ e.condition }}</td><td>{{ e.actions }}</td>
 <td>{{ e.message }}</td></tr>
 {% endfor %}</tbody>
 </table></div>
