@@ -234,7 +234,7 @@ def _thresholds(axes: Any, chart: Chart) -> None:
         axes.axhspan(zone.low, zone.high, color=LEVELS["good"], alpha=0.1, lw=0, zorder=0.5)
         _note(axes, zone.high, zone.label, LEVELS["good"], left=True, below=True)
     for limit in chart.limits:
-        if linear and high < limit.value <= high + 0.3 * (high - low):
+        if linear and high - 0.1 * (high - low) < limit.value <= high + 0.3 * (high - low):
             high = limit.value + 0.17 * (high - low)
             axes.set_ylim(low, high)
     shown = [limit for limit in chart.limits if low <= limit.value <= high]

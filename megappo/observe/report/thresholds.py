@@ -58,7 +58,8 @@ class Thresholds:
             if value not in taken:
                 taken.add(value)
                 acts = any(kind not in ("warn", "check") for action in rule.actions for kind in action.kinds())
-                limits.append(Limit(value, f"{rule.name.replace('_', ' ')} {value:g}", "bad" if acts else "warn"))
+                name = rule.name.replace("_", " ").replace("kl ", "KL ")
+                limits.append(Limit(value, f"{name} {value:g}", "bad" if acts else "warn"))
         return tuple(limits)
 
 
