@@ -20,7 +20,7 @@ from support import join_group, meeting_file
 _groups: dict[tuple[int, str], _Group] = {}
 
 
-def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 120) -> Any:
+def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 280) -> Any:
     """Run `fn(*args)` on `world` ranks and return rank 0's result. Any failure fails the test.
 
     The group is kept for the next call of the same module and size unless something went wrong. Only one is: the
