@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-RunDirs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run folders (trainer.output_dir).")]
+RunDirs = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Run folders (trainer.output_dir).")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE.html", help="The page (default: report.html in the run's folder)."),

@@ -11,6 +11,7 @@ import numpy as np
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many pieces
 SMOOTH_FROM = 150  # points; shorter curves are drawn as they are
 _PIECES = 50  # a smoothed curve averages over 1/50 of its length
+_OUTLIER = 30  # times the usual distance from the median around
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,30 @@ def thin(curve: Curve, buckets: int = BUCKETS) -> Curve:
 
 
 def smooth(curve: Curve) -> Curve:
-    """Mean over a centred window that leaves out what is not finite; NaN where the window has nothing else.
+    """Mean over a centred window without outliers and what is not finite; NaN where the window has nothing else.
 
     A convolution, not a difference of running sums: one value of 1e12 would take the digits of all later ones.
     """
     width = max(5, len(curve.steps) // _PIECES) | 1
     good = np.isfinite(curve.values)
+    good &= ~_outliers(np.where(good, curve.values, np.nan), width)
     window = np.ones(width)
     total = np.convolve(np.where(good, curve.values, 0.0), window, "same")
     count = np.convolve(good.astype(float), window, "same").round()
     return Curve(curve.steps, np.where(count > 0, total / np.maximum(count, 1), np.nan))
+
+
+def _outliers(values: np.ndarray, width: int) -> np.ndarray:
+    """True where a value is far from the median around it: a single spike would make a plateau of the mean.
+
+    The median is taken at some points and interpolated. An explosion that lasts is none: the median goes with it.
+    """
+    finite = np.flatnonzero(~np.isnan(values))
+    if not len(finite):
+        return np.zeros(len(values), bool)
+    known, half = values[finite], width // 2
+    at = np.unique(np.linspace(0, len(known) - 1, BUCKETS).astype(int))
+    medians = [np.median(known[max(0, i - half) : i + half + 1]) for i in at]
+    away = np.full(len(values), 0.0)
+    away[finite] = np.abs(known - np.interp(np.arange(len(known)), at, medians))
+    return away > _OUTLIER * np.median(away[finite]) if np.median(away[finite]) > 0 else np.zeros(len(values), bool)

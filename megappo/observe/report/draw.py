@@ -190,6 +190,8 @@ def _set_scale(axes: Any, chart: Chart, data: np.ndarray) -> str:
     if chart.floor is not None or not len(size):
         return ""
     middle, top = float(np.median(size)), float(size.max())
+    if chart.zones and top <= max(zone.high for zone in chart.zones):
+        return ""  # nothing exploded: it is just small
     if (chart.log or top > 60 * middle) and (data > 0).all():
         axes.set_yscale("log")
         return "log"
@@ -326,7 +328,8 @@ def _legend(chart: Chart, runs: Sequence[Run], missing: bool) -> list[tuple[Any,
     several = len(runs) > 1
     items: list[tuple[Any, str]] = []
     if several:
-        items += [(Line2D([], [], color=run_colour(r), lw=2), plain(run.name)) for r, run in enumerate(runs)]
+        drawn = [(r, run) for r, run in enumerate(runs) if any(line.metric in run.curves for line in chart.lines)]
+        items += [(Line2D([], [], color=run_colour(r), lw=2), plain(run.name)) for r, run in drawn]
     kinds = list(enumerate(chart.lines))
     if len(kinds) > 1 or (kinds[0][1].band and not several):
         for i, line in kinds:
