@@ -231,6 +231,11 @@ class LengthReport:
     longest: int
     limit: int
 
+    @property
+    def notable(self) -> bool:
+        """Is there something that the user should know?"""
+        return self.dropped > 0
+
     def __str__(self) -> str:
         kept = f"{self.kept} of {self.total} prompts kept, longest {self.longest} tokens"
         return f"{kept}; {self.dropped} dropped as longer than {self.limit} tokens" if self.dropped else kept
@@ -273,7 +278,7 @@ class PromptDataset(Sequence[PromptRow]):
             if not ids:
                 raise UserError(f"{source.where}: the prompt is empty: remove the row or fill '{prompt_key}'")
             if len(ids) <= max_prompt_length:
-                self._rows.append(_prompt_row(len(self._rows), source, text, ids))
+                self._rows.append(prompt_row(len(self._rows), source, text, ids))
             elif not filter_overlong:
                 raise UserError(
                     f"{source.where}: the prompt has {len(ids)} tokens but data.max_prompt_length is "
@@ -295,7 +300,8 @@ class PromptDataset(Sequence[PromptRow]):
         return self._rows[index]
 
 
-def _prompt_row(index: int, source: SourceRow, text: str, ids: list[int]) -> PromptRow:
+def prompt_row(index: int, source: SourceRow, text: str, ids: list[int]) -> PromptRow:
+    """A row of a file with its prompt as text and ids; UserError for columns of the wrong kind."""
     reward_model = _mapping(source, "reward_model")
     ground_truth = reward_model.get("ground_truth", source.data.get("ground_truth"))
     data_source = source.data.get("data_source")
