@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megappo.config.schema.experiment import ExperimentConfig
 from megappo.data.conversations import ASSISTANT, Conversations, Reply
-from megappo.data.prompts import PromptRow, SourceRow, check_messages, prompt_row, read_source_rows
+from megappo.data.preferences import NoiseReport, PreferenceDataset, noise_report
+from megappo.data.prompts import PromptRow, SourceRow, check_messages, read_source_rows, row_facts
 from megappo.data.sft_rows import MESSAGES_KEY
 from megappo.errors import UserError
-
-if TYPE_CHECKING:
-    from megappo.data.preferences import NoiseReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +120,6 @@ def _check(config: ExperimentConfig, data: OfflineDataset) -> None:
 
 
 def _read_pairs(config: ExperimentConfig, tokenizer: Any) -> OfflineDataset:
-    from megappo.data.preferences import PreferenceDataset, noise_report
-
     pairs = PreferenceDataset(
         config.data.train_files,
         tokenizer,
@@ -216,8 +212,7 @@ def _scored_row(
         )
         for reply, score, values in zip(replies, scores, logprobs, strict=True)
     )
-    row = prompt_row(index, source, replies[0].prompt_text, replies[0].prompt_ids)
-    return OfflineRow(**{name: getattr(row, name) for name in PromptRow.__dataclass_fields__}, responses=responses)
+    return OfflineRow(index, replies[0].prompt_ids, replies[0].prompt_text, **row_facts(source), responses=responses)
 
 
 def _column(source: SourceRow, name: str, count: int) -> list[Any]:

@@ -278,7 +278,7 @@ class PromptDataset(Sequence[PromptRow]):
             if not ids:
                 raise UserError(f"{source.where}: the prompt is empty: remove the row or fill '{prompt_key}'")
             if len(ids) <= max_prompt_length:
-                self._rows.append(prompt_row(len(self._rows), source, text, ids))
+                self._rows.append(_prompt_row(len(self._rows), source, text, ids))
             elif not filter_overlong:
                 raise UserError(
                     f"{source.where}: the prompt has {len(ids)} tokens but data.max_prompt_length is "
@@ -300,20 +300,20 @@ class PromptDataset(Sequence[PromptRow]):
         return self._rows[index]
 
 
-def prompt_row(index: int, source: SourceRow, text: str, ids: list[int]) -> PromptRow:
-    """A row of a file with its prompt as text and ids; UserError for columns of the wrong kind."""
+def _prompt_row(index: int, source: SourceRow, text: str, ids: list[int]) -> PromptRow:
+    return PromptRow(index=index, prompt_ids=ids, prompt_text=text, **row_facts(source))
+
+
+def row_facts(source: SourceRow) -> dict[str, Any]:
+    """`data_source`, `ground_truth`, `extra_info` and `source` of a row, whatever else it holds."""
     reward_model = _mapping(source, "reward_model")
-    ground_truth = reward_model.get("ground_truth", source.data.get("ground_truth"))
     data_source = source.data.get("data_source")
-    return PromptRow(
-        index=index,
-        prompt_ids=ids,
-        prompt_text=text,
-        data_source="unknown" if data_source is None else str(data_source),
-        ground_truth=ground_truth,
-        extra_info=dict(_mapping(source, "extra_info")),
-        source=source.where,
-    )
+    return {
+        "data_source": "unknown" if data_source is None else str(data_source),
+        "ground_truth": reward_model.get("ground_truth", source.data.get("ground_truth")),
+        "extra_info": dict(_mapping(source, "extra_info")),
+        "source": source.where,
+    }
 
 
 def _mapping(source: SourceRow, column: str) -> Mapping[str, Any]:
