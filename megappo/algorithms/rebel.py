@@ -19,7 +19,7 @@ def rebel_coefficients(log_ratios: Tensor, rewards: Tensor, groups: Tensor, eta:
     Args:
         log_ratios, rewards: `[n]`, the trained responses of a mini-batch.
         groups: int64 `[n]`, the prompt of each.
-        eta: temperature of the regression, > 0: large values trust the rewards less.
+        eta: size of a step, > 0: the difference of log-ratios aimed at is η (r_i − r_j).
 
     Returns:
         `c` float64 `[n]`, 0 for a response without a partner, and `m · var(u)` spread over the group's responses:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from megappo.observe.metrics import MetricAccumulator
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -38,3 +41,13 @@ class PeakMemory:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
         except (OSError, StopIteration):
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_memory(peaks: Mapping[str, int]) -> dict[str, float]:
+    """`perf/peak_memory_gb/<phase>` (GiB, the rank with most) of each rank's bytes by phase, and
+    `perf/max_memory_allocated_gb`, the most of all phases. Collective; every rank names the same phases."""
+    numbers = MetricAccumulator()
+    for phase, size in peaks.items():
+        numbers.add_max(f"perf/peak_memory_gb/{phase}", size / 2**30)
+    out = numbers.reduce() if peaks else {}
+    return out | ({"perf/max_memory_allocated_gb": max(out.values())} if out else {})

@@ -173,16 +173,6 @@ def summarize(prefix: str, values: Iterable[float]) -> dict[str, float]:
     }
 
 
-def peak_memory(peaks: Mapping[str, int]) -> dict[str, float]:
-    """`perf/peak_memory_gb/<phase>` (GiB, the rank with most) of each rank's bytes by phase, and
-    `perf/max_memory_allocated_gb`, the most of all phases. Collective; every rank names the same phases."""
-    numbers = MetricAccumulator()
-    for phase, size in peaks.items():
-        numbers.add_max(f"perf/peak_memory_gb/{phase}", size / 2**30)
-    out = numbers.reduce() if peaks else {}
-    return out | ({"perf/max_memory_allocated_gb": max(out.values())} if out else {})
-
-
 def non_finite(metrics: Mapping[str, float]) -> list[str]:
     """Names whose value is NaN or infinite."""
     return [name for name, value in metrics.items() if not math.isfinite(value)]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megappo.checkpoint.hf import write_hf
 from megappo.config.schema import ExperimentConfig
 from megappo.errors import Interrupted
-from megappo.observe.memory import PeakMemory
-from megappo.observe.metrics import peak_memory
+from megappo.observe.memory import PeakMemory, peak_memory
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
 from megappo.trainer import phases

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from ppo_case import config_of, read_metrics, write_case
 from safetensors.numpy import load_file
 from warm_ranks import on_ranks
@@ -220,6 +221,45 @@ def test_the_exported_model_is_what_the_last_update_left(case, recorded):
     name = "model.layers.0.mlp.up_proj.weight"
     assert np.array_equal(model.state_dict()[name].numpy(), stored[name])
     assert not np.array_equal(stored[name], start[name])
+
+
+# --- numbers that are not finite ---------------------------------------------------------------------------
+
+
+def broken(yaml_file, world: int, broken_id: int) -> tuple[list[dict], list[list[str]]]:
+    """Two iterations; in the second the advantages of one sample are NaN. Metrics, and every rank's notes."""
+    real, skipped, notes = phases.add_advantages, phases.skipped_steps, []
+
+    def poison(run_, batch, last_values, baseline):
+        real(run_, batch, last_values, baseline)
+        hit = batch.info.sample_id == broken_id
+        batch["advantages"] = batch["advantages"] + batch.sample_values(np.where(hit, math.nan, 0.0)).repeat_interleave(
+            batch.cu_seqlens.diff()
+        )
+
+    def note(update, count):
+        notes.append(skipped(update, count))
+        return notes[-1]
+
+    phases.add_advantages, phases.skipped_steps = poison, note
+    changes = {"actor__ppo_mini_batch_size": 3, "actor__ppo_micro_batch_size_per_gpu": 1, "actor__ppo_epochs": 1}
+    try:
+        lines = run(yaml_file, f"broken_{world}", world, trainer__total_iterations=2, **changes)
+    finally:
+        phases.add_advantages, phases.skipped_steps = real, skipped
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, notes)
+    return lines, everyone
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_its_sample_named(case, world):
+    lines, notes = on_ranks(world, broken, case, world, 12 + 5)
+    assert [line["actor/skipped_steps"] for line in lines] == [0, 1]
+    assert [line["critic/skipped_steps"] for line in lines] == [0, 0]
+    assert math.isfinite(lines[1]["actor/grad_norm"])  # of the other step
+    expected = "actor: 1 optimizer steps skipped on all ranks, not finite in the micro-batches of samples 17"
+    assert notes == [[expected]] * world
 
 
 # --- few prompts for many ranks --------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megappo.observe.memory import PeakMemory
-from megappo.observe.metrics import peak_memory
+from megappo.observe.memory import PeakMemory, peak_memory
 from megappo.observe.timing import Timer
 
 

@@ -17,7 +17,9 @@ class OfflineConfig(Section):
     )
     chosen_key: str = key("chosen", "Column with the preferred response of a preference pair.")
     rejected_key: str = key("rejected", "Column with the other response of a preference pair.")
-    pair_scores: FloatPair = key((1.0, -1.0), "Scores of chosen and rejected, for reward type recorded.")
+    pair_scores: FloatPair = key(
+        (1.0, -1.0), "Scores of the chosen and the rejected response, for reward type recorded."
+    )
     behaviour: Literal["auto", "policy"] = key(
         "auto",
         "Log-probs of the policy that wrote the responses. auto: recorded ones where all rows have them, else as "
