@@ -177,6 +177,12 @@ def _check_rollout(config: ExperimentConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
         text = f"{config.algorithm.adv_estimator} compares responses of one prompt; use n >= 2"
         yield Problem("rollout.n", text, rollout.n)
+    elif config.algorithm.dynamic_sampling.enabled and rollout.n < 2:
+        text = "algorithm.dynamic_sampling compares responses of one prompt; use n >= 2"
+        yield Problem("rollout.n", text, rollout.n)
+    if config.algorithm.dynamic_sampling.enabled and rollout.engine == "recorded" and rollout.replay_dir is None:
+        text = "needs an engine that generates, or recorded rounds (rollout.replay_dir); set it to false"
+        yield Problem("algorithm.dynamic_sampling.enabled", text, True)
 
 
 def _check_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
