@@ -40,6 +40,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
     yield from _check_rollout(config)
     yield from _check_algorithm(config)
     yield from _check_policy_loss(config)
+    yield from _check_sft_mix(config, facts.get("actor"))
     yield from _check_lengths(config, facts)
     yield from _check_batches(config, world_size)
     yield from check_changes(config)
@@ -232,6 +233,22 @@ def _check_policy_loss(config: ExperimentConfig) -> Iterator[Problem]:
     if actor.use_kl_loss and actor.kl_loss_coef == 0 and "actor.kl_loss_coef" not in config.schedules:
         text = "the KL loss has weight 0: a reference is run for the metric only"
         yield Problem("actor.kl_loss_coef", text, actor.kl_loss_coef, note=True)
+
+
+def _check_sft_mix(config: ExperimentConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+    actor, mix = config.actor, config.actor.sft_mix
+    yield from _check_data_files("actor.sft_mix.files", mix.files)
+    if not mix.files or mix.max_length is None:
+        return
+    limit = facts.max_positions if facts else None
+    if limit is not None and mix.max_length > limit:
+        yield Problem("actor.sft_mix.max_length", f"the model ends at {limit} tokens; lower it", mix.max_length)
+    if facts and facts.window and mix.max_length > facts.window:
+        text = f"the model attends to the last {facts.window} tokens only (sliding_window), {_NO_WINDOW}"
+        yield Problem("actor.sft_mix.max_length", text, mix.max_length)
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < mix.max_length:
+        text = f"is more than actor.ppo_max_token_len_per_gpu ({actor.ppo_max_token_len_per_gpu}); lower it"
+        yield Problem("actor.sft_mix.max_length", text, mix.max_length)
 
 
 # --- lengths and batches -------------------------------------------------------------------------------

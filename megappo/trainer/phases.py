@@ -27,8 +27,9 @@ from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
+from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
-from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
+from megappo.trainer.planning import RolePlan, Step, budget, forward_micro_batches, role_plan
 from megappo.trainer.setup import DTYPES, PPORun
 
 Metrics = dict[str, float]
@@ -354,7 +355,7 @@ class Update:
 def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     critic = run.config.critic
     loss = ValueLoss(critic.cliprange_value)
-    steps = _steps(run, run.critic, batch, plan, loss, critic.ppo_epochs, critic.loss_agg_mode)
+    steps = _steps(run, run.critic, batch, plan.work(critic.ppo_epochs), loss, critic.loss_agg_mode)
     run.critic.sleep()
     return Update("critic", loss, steps)
 
@@ -367,17 +368,19 @@ def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         kl_type=actor.kl_loss_type,
         corrected="correction" in batch.columns,
+        sft_coef=None if run.sft_data is None else actor.sft_mix.coef,
     )
-    return Update("actor", loss, _steps(run, run.actor, batch, plan, loss, actor.ppo_epochs, actor.loss_agg_mode))
+    work = plan.work(actor.ppo_epochs)
+    if run.sft_data is not None:
+        batch, work = sft_mix.mixed_in(run, batch, work)
+    return Update("actor", loss, _steps(run, run.actor, batch, work, loss, actor.loss_agg_mode))
 
 
-def _steps(run: PPORun, engine: ModelEngine, batch: RolloutBatch, plan: RolePlan, loss: Loss, epochs: int, mode: str):
+def _steps(run: PPORun, engine: ModelEngine, batch: RolloutBatch, work: list[Step], loss: Loss, mode: str):
     norm_length = run.config.actor.loss_agg_norm_length
     return [
-        engine.train_step(
-            batch, plan.minis[mini], plan.micro_batches(mini), loss, agg_mode=mode, norm_length=norm_length
-        )
-        for mini in plan.steps(epochs)
+        engine.train_step(batch, mini, micro_batches, loss, agg_mode=mode, norm_length=norm_length)
+        for mini, micro_batches in work
     ]
 
 

@@ -35,6 +35,8 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
         for name, data in (("train_files", inputs.train_data), ("val_files", inputs.val_data)):
             if data is not None and data.report.dropped:
                 watch.say(f"data.{name}: {data.report}")
+        if inputs.sft_data is not None:
+            watch.say(f"actor.sft_mix: {inputs.sft_data.report}")
         run = build_run(config, inputs)
         with StopRequest() as stop:
             return _train(run, watch, stop)
