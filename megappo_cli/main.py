@@ -14,6 +14,7 @@ from checkpoints_tools.main import app as checkpoint_app
 from megappo.errors import UserError
 from megappo.observe.failures import run_app
 from megappo_cli.config_cmd import app as config_app
+from megappo_cli.guard_cmd import app as guard_app
 from megappo_cli.report import report
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="ckpt")
+app.add_typer(guard_app, name="guard")
 app.command()(report)
 
 Work = Callable[[], int]  # what a command leaves to `run_app`

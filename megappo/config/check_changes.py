@@ -93,6 +93,8 @@ def unused_key(config: ExperimentConfig, name: str) -> str | None:
         return f"adv_estimator {algorithm.adv_estimator} has no critic"
     if name == "actor.kl_loss_coef" and not config.actor.use_kl_loss:
         return "actor.use_kl_loss is false"
+    if name == "actor.sft_mix.coef" and not config.actor.sft_mix.files:
+        return "actor.sft_mix.files is empty"
     if name.startswith("algorithm.kl_ctrl.") and not algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward is false"
     if name == "algorithm.kl_ctrl.target_kl" and algorithm.kl_ctrl.type == "fixed":

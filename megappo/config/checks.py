@@ -41,6 +41,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
     yield from _check_rollout(config)
     yield from _check_algorithm(config)
     yield from _check_policy_loss(config)
+    yield from _check_sft_mix(config, facts.get("actor"))
     yield from _check_lengths(config, facts)
     yield from _check_batches(config, world_size)
     yield from check_changes(config)
@@ -177,6 +178,12 @@ def _check_rollout(config: ExperimentConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
         text = f"{config.algorithm.adv_estimator} compares responses of one prompt; use n >= 2"
         yield Problem("rollout.n", text, rollout.n)
+    elif config.algorithm.dynamic_sampling.enabled and rollout.n < 2:
+        text = "algorithm.dynamic_sampling compares responses of one prompt; use n >= 2"
+        yield Problem("rollout.n", text, rollout.n)
+    if config.algorithm.dynamic_sampling.enabled and rollout.engine == "recorded" and rollout.replay_dir is None:
+        text = "needs an engine that generates, or recorded rounds (rollout.replay_dir); set it to false"
+        yield Problem("algorithm.dynamic_sampling.enabled", text, True)
 
 
 def _check_algorithm(config: ExperimentConfig) -> Iterator[Problem]:
@@ -242,6 +249,22 @@ def _check_rebel(config: ExperimentConfig) -> Iterator[Problem]:
     if config.algorithm.correction.mode != "none":
         text = "policy_loss rebel takes no importance weights; use none"
         yield Problem("algorithm.correction.mode", text, config.algorithm.correction.mode)
+
+
+def _check_sft_mix(config: ExperimentConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+    actor, mix = config.actor, config.actor.sft_mix
+    yield from _check_data_files("actor.sft_mix.files", mix.files)
+    if not mix.files or mix.max_length is None:
+        return
+    limit = facts.max_positions if facts else None
+    if limit is not None and mix.max_length > limit:
+        yield Problem("actor.sft_mix.max_length", f"the model ends at {limit} tokens; lower it", mix.max_length)
+    if facts and facts.window and mix.max_length > facts.window:
+        text = f"the model attends to the last {facts.window} tokens only (sliding_window), {_NO_WINDOW}"
+        yield Problem("actor.sft_mix.max_length", text, mix.max_length)
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < mix.max_length:
+        text = f"is more than actor.ppo_max_token_len_per_gpu ({actor.ppo_max_token_len_per_gpu}); lower it"
+        yield Problem("actor.sft_mix.max_length", text, mix.max_length)
 
 
 # --- lengths and batches -------------------------------------------------------------------------------

@@ -47,16 +47,7 @@ def import_verl(
     work = _Work(_move_critic(settings, warnings), warnings)
     if f"{_ACTOR}.clip_ratio_c" in nulls:
         work.out["actor.clip_ratio_c"] = None
-    for step in (
-        _gradient_clip,
-        _learning_rate,
-        _micro_batches,
-        _lengths,
-        _greedy,
-        _correction,
-        _ranks,
-        _rewards,
-    ):
+    for step in _STEPS:
         step(work)
     _translate(work)
     _finish(work, verl_defaults)
@@ -197,6 +188,23 @@ def _correction(work: _Work) -> None:
         work.warn(f"{prefix}.rollout_is", mode, "dropped: MegaPPO has token and sequence")
 
 
+def _dynamic_sampling(work: _Work) -> None:
+    """DAPO's `filter_groups`; verl fails when the rounds do not suffice."""
+    prefix, ours = "algorithm.filter_groups", "algorithm.dynamic_sampling"
+    if work.verl.get(f"{prefix}.enable") is not True:
+        return
+    del work.verl[f"{prefix}.enable"]
+    metric = work.verl.pop(f"{prefix}.metric", None)
+    rounds = work.verl.pop(f"{prefix}.max_num_gen_batches", 0)
+    work.out |= {f"{ours}.enabled": True, f"{ours}.shortfall": "fail"}
+    work.out[f"{ours}.signal"] = "success" if metric == "acc" else "score"
+    if isinstance(rounds, int) and rounds > 0:
+        work.out[f"{ours}.max_rounds"] = rounds
+    else:
+        work.out[f"{ours}.max_rounds"] = 10
+        work.warn(f"{prefix}.max_num_gen_batches", rounds, f"no limit in verl: read as {ours}.max_rounds 10")
+
+
 def _ranks(work: _Work) -> None:
     gpus, nodes = work.verl.pop("trainer.n_gpus_per_node", None), work.verl.pop("trainer.nnodes", None)
     if gpus is not None or nodes is not None:
@@ -229,6 +237,7 @@ _STEPS = (
     _lengths,
     _greedy,
     _correction,
+    _dynamic_sampling,
     _ranks,
     _rewards,
 )

@@ -212,7 +212,7 @@ DROPPED: tuple[tuple[str, str], ...] = (
     ("trainer.device", "the device is found automatically"),
     ("algorithm.use_pf_ppo", "PF-PPO is not available"),
     ("algorithm.pf_ppo.*", ""),
-    ("algorithm.filter_groups.*", "dynamic sampling (DAPO) is not available"),
+    ("algorithm.filter_groups.*", "has no counterpart in algorithm.dynamic_sampling"),
     ("algorithm.rollout_correction.*", "has no counterpart in algorithm.correction"),
     ("*.profiler.*", "there is no profiler to set up"),
     ("*.profile.*", "there is no profiler to set up"),

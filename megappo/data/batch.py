@@ -24,7 +24,8 @@ class SampleInfo:
 
     `length` counts prompt and response, `trainable` the tokens with loss mask 1, both in tokens. `score` is what is
     reported; `reward` (default: the score) is what is trained on. `dropped` (default: none): the sample could not be
-    scored and is not trained on.
+    scored and is not trained on. `sft` (default: none): an example to imitate, which counts in no denominator of the
+    policy.
     """
 
     sample_id: np.ndarray
@@ -38,12 +39,15 @@ class SampleInfo:
     source: list[str]
     reward: np.ndarray = field(default=None)  # type: ignore[assignment]
     dropped: np.ndarray = field(default=None)  # type: ignore[assignment]
+    sft: np.ndarray = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self):
         if self.reward is None:
             self.reward = self.score
         if self.dropped is None:
             self.dropped = np.zeros(len(self), bool)
+        if self.sft is None:
+            self.sft = np.zeros(len(self), bool)
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -136,6 +140,25 @@ class RolloutBatch:
     def sample_values(self, per_sample: np.ndarray) -> Tensor:
         """A replicated per-sample array cut to the samples held here, fp32 `[local n]`."""
         return torch.from_numpy(np.ascontiguousarray(per_sample[self.indices])).float()
+
+    def followed_by(self, other: RolloutBatch) -> RolloutBatch:
+        """The samples of both batches, this one's first; columns that `other` does not have are zero there."""
+        if self.placement.layout != other.placement.layout:
+            raise ValueError("the batches are spread over different layouts")
+        first = len(self.info)
+        joined = {
+            name: mine + theirs if isinstance(mine, list) else np.concatenate([mine, theirs])
+            for name, mine in vars(self.info).items()
+            for theirs in (getattr(other.info, name),)
+        }
+        placement = replace(self.placement, owner=np.concatenate([self.placement.owner, other.placement.owner]))
+        more = int(other.cu_seqlens[-1])
+        columns = {
+            name: torch.cat([column, other.columns.get(name, column.new_zeros(more))])
+            for name, column in self.columns.items()
+        }
+        indices = np.concatenate([self.indices, first + other.indices])
+        return RolloutBatch(SampleInfo(**joined), placement, indices, columns)
 
     def only(self, *names: str) -> RolloutBatch:
         """The same batch with just these columns."""

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from megappo.data.batch import Placement, RolloutBatch, SampleInfo
 from megappo.data.conversations import Conversations, Exchange
 from megappo.data.prompts import SourceRow, check_messages, read_source_rows
 from megappo.errors import UserError
@@ -111,3 +115,30 @@ def _exchange(conversations: Conversations, source: SourceRow, prompt_key: str, 
     if not isinstance(response, str):
         raise UserError(f"{where}: '{response_key}' must be a string, got {type(response).__name__}")
     return conversations.exchange(prompt, response, where)
+
+
+def row_batch(rows: Sequence[SftRow], placement: Placement, rank: int) -> RolloutBatch:
+    """A batch of prompt/response rows, cut to what `rank` holds; only the response is trained on."""
+    n = len(rows)
+    prompt = np.array([len(r.prompt_ids) for r in rows])
+    response = np.array([len(r.response_ids) for r in rows])
+    zeros = np.zeros(n, dtype=np.int64)
+    info = SampleInfo(
+        sample_id=np.arange(n),
+        group_id=np.arange(n),
+        prompt_len=prompt,
+        length=prompt + response,
+        trainable=response,
+        score=zeros.astype(np.float64),
+        finish_reason=zeros,
+        weight_version=zeros,
+        source=["sft"] * n,
+    )
+    mine = placement.samples_of(rank)
+    tokens = [t for i in mine for t in (*rows[i].prompt_ids, *rows[i].response_ids)]
+    mask = [on for i in mine for on in ([False] * prompt[i] + [True] * response[i])]
+    columns = {
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        "loss_mask": torch.tensor(mask, dtype=torch.bool),
+    }
+    return RolloutBatch(info, placement, mine, columns)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -326,12 +327,7 @@ class ModelEngine:
         if not self.member:
             return None
         self.wake()
-        trainable = batch.info.trainable[mini_batch]
-        counts = BatchCounts(tokens=int(trainable.sum()), sequences=int((trainable > 0).sum()))
-        batch["weights"] = token_weights(
-            batch["loss_mask"], batch.cu_seqlens, agg_mode, counts, norm_length=norm_length
-        )
-        batch["token_share"] = batch["loss_mask"].float() / max(1, counts.tokens)
+        _weigh(batch, np.asarray(mini_batch), agg_mode, norm_length)
         sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in loss.sums}
         maxima = {name: torch.full_like(s, -torch.inf) for s in sums.values() for name in loss.maxima}
 
@@ -410,3 +406,21 @@ class ModelEngine:
     def placement(self, owner) -> Placement:
         """Samples spread over this role's data-parallel replicas."""
         return Placement(self.layout, owner)
+
+
+def _weigh(batch: RolloutBatch, mini_batch: np.ndarray, agg_mode: str, norm_length: int | None) -> None:
+    """`weights` and `token_share` of the policy's tokens, and `sft_weights` of the examples to imitate, if any.
+
+    The two kinds of samples are in each other's denominators nowhere: a policy's loss is what it is without examples.
+    """
+    info, mask = batch.info, batch["loss_mask"]
+    imitated = info.sft[mini_batch]
+    if imitated.any():
+        per_sample = torch.from_numpy(info.sft[batch.indices])
+        sft = torch.repeat_interleave(per_sample, batch.cu_seqlens.diff()) & mask
+        batch["sft_weights"] = sft.float() / max(1, int(info.trainable[mini_batch][imitated].sum()))
+        mask = mask & ~sft
+    trainable = info.trainable[mini_batch][~imitated]
+    counts = BatchCounts(tokens=int(trainable.sum()), sequences=int((trainable > 0).sum()))
+    batch["weights"] = token_weights(mask, batch.cu_seqlens, agg_mode, counts, norm_length=norm_length)
+    batch["token_share"] = mask.float() / max(1, counts.tokens)

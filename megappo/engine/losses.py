@@ -53,7 +53,8 @@ class PolicyLoss(Loss):
     """Clipped policy loss, entropy bonus and KL loss of the actor.
 
     `token_share` rows are 1/N over the trained tokens of the mini-batch: metrics are token means whatever the
-    aggregation of the loss.
+    aggregation of the loss. With `sft_coef`, rows whose `sft_weights` are not 0 are examples to imitate: they add
+    `sft_coef` times their negative log-likelihood, and nothing else (their other weights are 0).
     """
 
     maxima = ("actor/ratio_max", "actor/ratio_min_neg")
@@ -66,20 +67,24 @@ class PolicyLoss(Loss):
         kl_coef: float | None = None,
         kl_type: str = "low_var_kl",
         corrected: bool = False,
+        sft_coef: float | None = None,
     ):
         self.config = config
         self.entropy_coeff = entropy_coeff
         self.kl_coef = kl_coef
         self.kl_type = kl_type
         self.corrected = corrected
+        self.sft_coef = sft_coef
         self.want_entropy = True
         self.token_local = is_token_local(config)
         self.columns = ("old_logprobs", "advantages")
         self.columns += ("ref_logprobs",) if kl_coef is not None else ()
         self.columns += ("correction",) if corrected else ()
+        self.columns += ("sft_weights",) if sft_coef is not None else ()
         self.sums = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
         self.sums += ("actor/entropy", "actor/loss")
         self.sums += ("actor/kl_loss",) if kl_coef is not None else ()
+        self.sums += ("actor/sft_loss", "actor/sft_tokens") if sft_coef is not None else ()
 
     def __call__(self, output, entropy, rows, cu_seqlens) -> LossOutput:
         weights, share = rows["weights"], rows["token_share"]
@@ -102,12 +107,18 @@ class PolicyLoss(Loss):
             kl = weighted_sum(kl_penalty(output, rows["ref_logprobs"], self.kl_type), weights)
             loss = loss + self.kl_coef * kl
             sums["actor/kl_loss"] = kl.detach().double()
+        unused = torch.zeros_like(mask)
+        if self.sft_coef is not None:
+            unused = rows["sft_weights"] != 0
+            nll = weighted_sum(-output, rows["sft_weights"])
+            loss = loss + self.sft_coef * nll
+            sums |= {"actor/sft_loss": nll.detach().double(), "actor/sft_tokens": unused.sum().double()}
         sums["actor/loss"] = loss.detach().double()
         low = torch.tensor(-torch.inf, dtype=torch.float64, device=output.device)
         ratio = terms.ratio.detach().double()
         maxima = {
-            "actor/ratio_max": ratio.max() if len(ratio) else low,
-            "actor/ratio_min_neg": (-ratio).max() if len(ratio) else low,
+            "actor/ratio_max": ratio.masked_fill(unused, -torch.inf).max() if len(ratio) else low,
+            "actor/ratio_min_neg": (-ratio).masked_fill(unused, -torch.inf).max() if len(ratio) else low,
         }
         return LossOutput(loss, sums, maxima)
 

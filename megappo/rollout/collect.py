@@ -23,13 +23,23 @@ def sample_seed(seed: int, sample_id: int) -> int:
 
 
 def make_requests(
-    prompts: Sequence[PromptRow], n: int, first_id: int, seed: int
+    prompts: Sequence[PromptRow],
+    n: int,
+    first_id: int,
+    seed: int,
+    *,
+    first_group: int = 0,
+    groups: Sequence[int] | None = None,
 ) -> list[tuple[GenerateRequest, PromptRow]]:
-    """`n` requests for each prompt; ids count up from `first_id`, the group is the place of the prompt."""
+    """`n` requests for each prompt; ids count up from `first_id`, groups from `first_group`.
+
+    With `groups`, one for each prompt, ids are those of the groups that would count up from 0.
+    """
     pairs = []
-    for group, row in enumerate(prompts):
+    for place, row in enumerate(prompts):
+        group = first_group + place if groups is None else groups[place]
         for k in range(n):
-            sample_id = first_id + group * n + k
+            sample_id = first_id + (place if groups is None else group) * n + k
             request = GenerateRequest(sample_id, group, list(row.prompt_ids), sample_seed(seed, sample_id))
             pairs.append((request, row))
     return pairs

@@ -42,10 +42,13 @@ class Event:
         out["value"] = self.value if math.isfinite(self.value) else str(self.value)
         return out
 
+    def told(self) -> str:
+        """The actions as words."""
+        return ", ".join(_told(action) for action in self.actions)
+
     def __str__(self) -> str:
-        told = ", ".join(_told(action) for action in self.actions)
         message = f" ({self.message})" if self.message else ""
-        return f"guard {self.rule}: {self.metric} = {self.value:.4g}, {self.condition}{message}: {told}"
+        return f"guard {self.rule}: {self.metric} = {self.value:.4g}, {self.condition}{message}: {self.told()}"
 
 
 @dataclass(frozen=True)

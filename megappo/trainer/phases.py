@@ -24,13 +24,15 @@ from megappo.engine.totals import share_per_sample, total
 from megappo.observe.metrics import MetricAccumulator, summarize
 from megappo.parallel.reduce import gather_objects
 from megappo.rewards import hacking
+from megappo.rewards.combine import Scored
 from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
 from megappo.rollout.offline import OfflineEngine, recorded_scores
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
+from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
-from megappo.trainer.planning import RolePlan, budget, even_placement, forward_micro_batches, role_plan
+from megappo.trainer.planning import RolePlan, Step, budget, even_placement, forward_micro_batches, role_plan
 from megappo.trainer.rebel import RebelTarget
 from megappo.trainer.setup import DTYPES, PPORun
 
@@ -51,25 +53,31 @@ def sync_weights(run: PPORun) -> Metrics:
 
 def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
     """This rank's share of the iteration's responses, in order of sample id."""
-    config = run.config
-    indices, run.data_position = run.sampler.take(run.data_position, config.data.train_batch_size)
+    samples, rows = draw(run, run.config.data.train_batch_size)
+    record(run, samples)
+    return samples, rows
+
+
+def draw(run: PPORun, prompts: int, rounds: int = 0) -> tuple[list[GeneratedSample], list[PromptRow]]:
+    """This rank's share of the responses to the next `prompts` prompts, after so many `rounds` in this iteration."""
+    config, most = run.config, largest_batch(run.base)
+    indices, run.data_position = run.sampler.take(run.data_position, prompts)
     rows = [run.train_data[i] for i in indices]
     n = config.rollout.n
-    first = run.iteration * largest_batch(run.base) * n  # ids stay unique while the batch grows
-    pairs = make_requests(rows, n, first, config.trainer.seed)
+    # Ids stay unique while the batch grows, and over the rounds of dynamic sampling.
+    first = (run.iteration * config.algorithm.dynamic_sampling.rounds + rounds) * most * n
+    pairs = make_requests(rows, n, first, config.trainer.seed, first_group=rounds * most)
     pairs = my_share(pairs, n)
     requests, rows = [request for request, _ in pairs], [row for _, row in pairs]
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
     if isinstance(run.rollout, OfflineEngine):
-        samples = run.rollout.recall(requests, rows)
-    else:
-        samples = run.rollout.generate(requests, run.sampling)
-    _record(run, samples)
-    return samples, rows
+        return run.rollout.recall(requests, rows), rows
+    return run.rollout.generate(requests, run.sampling), rows
 
 
-def _record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False) -> None:
+def record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False) -> None:
+    """Write the iteration's samples of all ranks to `rollout.record_dir`, if there is one. Collective."""
     folder = run.config.rollout.record_dir
     if folder:
         everyone = gather_objects(samples)
@@ -77,17 +85,55 @@ def _record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False
             write_rollouts(folder, run.iteration, [s for part in everyone for s in part], greedy=greedy)
 
 
-def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
-    """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
+@dataclass
+class Part:
+    """This rank's responses of one round of generation, with their prompts and scores."""
+
+    samples: list[GeneratedSample]
+    rows: list[PromptRow]
+    scored: Scored
+
+    @property
+    def finished(self) -> np.ndarray:
+        """bool `[n]`: not aborted."""
+        return np.array([s.finish_reason != "abort" for s in self.samples], bool)
+
+
+def measure(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> Scored:
+    """Raw scores of this rank's responses; changes no statistics."""
     given: dict[str, list[float]] = {}
     if isinstance(run.rollout, OfflineEngine):
         recorded = recorded_scores(samples, rows)
         given = {name: recorded for name, component in run.reward.components.items() if component.recorded}
-    scored = run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
-    finished = np.array([s.finish_reason != "abort" for s in samples], bool)
-    metrics = run.reward.absorb(gather_objects(run.reward.tally(scored, finished)))
-    rewards = run.reward.rewards(scored)  # with statistics that include this batch
-    return assemble(samples, rows, scored.scores.tolist(), rewards.tolist(), scored.dropped.tolist()), metrics
+    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
+
+
+def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
+    """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
+    return score_parts(run, [Part(samples, rows, measure(run, samples, rows))])
+
+
+def score_parts(run: PPORun, parts: list[Part], keep: np.ndarray | None = None) -> tuple[RolloutBatch, Metrics]:
+    """Update the rewards' statistics with all parts, and assemble the batch of all ranks. Collective.
+
+    `keep`: groups to train on, ascending (None: all). They are numbered anew from 0 (in the samples, too), the others
+    get group −1 and are left out.
+    """
+    tallies = [run.reward.tally(part.scored, part.finished) for part in parts]
+    metrics = run.reward.absorb([tally for rank in gather_objects(tallies) for tally in rank])
+    kept, columns = [], []
+    for part in parts:
+        rewards = run.reward.rewards(part.scored)  # with statistics that include this batch
+        values = zip(part.scored.scores.tolist(), rewards.tolist(), part.scored.dropped.tolist(), strict=True)
+        for sample, row, value in zip(part.samples, part.rows, values, strict=True):
+            if keep is not None:
+                place = int(np.searchsorted(keep, sample.group_id))
+                sample.group_id = place if place < len(keep) and keep[place] == sample.group_id else -1
+            if sample.group_id >= 0:
+                kept.append((sample, row))
+                columns.append(value)
+    scores, rewards, dropped = zip(*columns, strict=True) if columns else ((), (), ())
+    return assemble([s for s, _ in kept], [r for _, r in kept], scores, rewards, dropped), metrics
 
 
 def hacking_watch(batch: RolloutBatch) -> Metrics:
@@ -101,19 +147,23 @@ def hacking_watch(batch: RolloutBatch) -> Metrics:
 def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> np.ndarray:
     """ReMax: the shaped score of the greedy answer to each prompt of the batch, by group id."""
     n = run.config.rollout.n
-    prompts, first_group = rows[::n], samples[0].group_id if samples else 0
+    prompts, groups = rows[::n], [sample.group_id for sample in samples[::n]]
     greedy = SamplingParams(
         max_new_tokens=run.sampling.max_new_tokens,
         temperature=0.0,
         stop_token_ids=run.sampling.stop_token_ids,
         stop_strings=run.sampling.stop_strings,
     )
-    pairs = make_requests(prompts, 1, _GREEDY_ID + first_group, run.config.trainer.seed)
+    pairs = make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed, groups=groups)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
-    _record(run, answers, greedy=True)
+    record(run, answers, greedy=True)
     scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
-    return np.concatenate(gather_objects(scores))
+    everyone = gather_objects((groups, scores))
+    baseline = np.empty(sum(len(part) for part, _ in everyone))
+    for part, values in everyone:
+        baseline[part] = values
+    return baseline
 
 
 # ------------------------------------------------------------------ plans and forward passes
@@ -288,23 +338,28 @@ class Update:
 def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     critic = run.config.critic
     loss = ValueLoss(critic.cliprange_value)
-    steps = _steps(run, run.critic, batch, plan, loss, critic.ppo_epochs, critic.loss_agg_mode)
+    steps = _steps(run, run.critic, batch, plan.work(critic.ppo_epochs), loss, critic.loss_agg_mode)
     run.critic.sleep()
     return Update("critic", loss, steps, batch.info.sample_id)
 
 
 def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     actor = run.config.actor
-    rebel = RebelTarget(run, batch, plan) if actor.policy_loss == "rebel" else None
-    kind = "reinforce" if rebel else actor.policy_loss  # -advantages * log-prob, with REBEL's coefficients
+    # REBEL trains on -advantages * log-prob, with coefficients of its own as advantages.
+    kind = "reinforce" if actor.policy_loss == "rebel" else actor.policy_loss
     loss = PolicyLoss(
         PolicyLossConfig(kind, actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         kl_type=actor.kl_loss_type,
         corrected="correction" in batch.columns,
+        sft_coef=None if run.sft_data is None else actor.sft_mix.coef,
     )
-    steps = _steps(run, run.actor, batch, plan, loss, actor.ppo_epochs, actor.loss_agg_mode, before=rebel)
+    work = plan.work(actor.ppo_epochs)
+    if run.sft_data is not None:
+        batch, work = sft_mix.mixed_in(run, batch, work)
+    rebel = RebelTarget(run, batch) if actor.policy_loss == "rebel" else None
+    steps = _steps(run, run.actor, batch, work, loss, actor.loss_agg_mode, before=rebel)
     return Update("actor", loss, steps, batch.info.sample_id, rebel.metrics() if rebel else {})
 
 
@@ -312,19 +367,17 @@ def _steps(
     run: PPORun,
     engine: ModelEngine,
     batch: RolloutBatch,
-    plan: RolePlan,
+    work: list[Step],
     loss: Loss,
-    epochs: int,
     mode: str,
-    before: Callable[[int], None] | None = None,
+    before: Callable[[np.ndarray, list[list[int]]], None] | None = None,
 ) -> list[StepStats | None]:
     norm_length = run.config.actor.loss_agg_norm_length
     steps = []
-    for mini in plan.steps(epochs):
+    for mini, micro_batches in work:
         if before is not None:
-            before(mini)
-        samples, micro_batches = plan.minis[mini], plan.micro_batches(mini)
-        steps.append(engine.train_step(batch, samples, micro_batches, loss, agg_mode=mode, norm_length=norm_length))
+            before(mini, micro_batches)
+        steps.append(engine.train_step(batch, mini, micro_batches, loss, agg_mode=mode, norm_length=norm_length))
     return steps
 
 

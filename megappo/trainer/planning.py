@@ -11,6 +11,8 @@ from megappo.data.batch import Placement
 from megappo.data.schedule import Budget, MicroBatches, Schedule, mini_batches, plan, plan_forward
 from megappo.engine.engine import ModelEngine
 
+Step = tuple[np.ndarray, MicroBatches]  # indices of an optimizer step's samples, this rank's micro-batches
+
 
 @dataclass
 class RolePlan:
@@ -38,6 +40,15 @@ class RolePlan:
             if self.shuffle:
                 order = np.random.RandomState((*self.seed, epoch)).permutation(len(self.minis))
             yield from order.tolist()
+
+    def work(self, epochs: int) -> list[Step]:
+        """Samples and this rank's micro-batches of every optimizer step of the iteration."""
+        return [(self.minis[mini], self.micro_batches(mini)) for mini in self.steps(epochs)]
+
+
+def plan_steps(engine: ModelEngine, lengths: np.ndarray, steps: list[np.ndarray], budget: Budget) -> Schedule:
+    """Plan samples that are used once each, in steps of given composition."""
+    return plan(lengths, steps, engine.layout.dp, budget, multiple_of=_multiple(engine))
 
 
 def role_plan(

@@ -13,7 +13,7 @@ from megappo.errors import Interrupted
 from megappo.observe.memory import PeakMemory, peak_memory
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
-from megappo.trainer import phases
+from megappo.trainer import phases, sampling_rounds
 from megappo.trainer.effective import changing_metrics
 from megappo.trainer.evaluate import evaluate
 from megappo.trainer.guard import Event, Verdict
@@ -37,6 +37,8 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
         for name, data in (("train_files", inputs.train_data), ("val_files", inputs.val_data)):
             if data is not None and data.report.notable:
                 watch.say(f"data.{name}: {data.report}")
+        if inputs.sft_data is not None:
+            watch.say(f"actor.sft_mix: {inputs.sft_data.report}")
         run = build_run(config, inputs)
         with StopRequest() as stop:
             return _train(run, watch, stop)
@@ -114,11 +116,15 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     configure(run)
     algorithm = run.config.algorithm
     metrics = changing_metrics(run.base, run.config, run.guard.adjustments)
-    with timer("gen"):
-        samples, rows = phases.generate(run)
+    if algorithm.dynamic_sampling.enabled:
+        samples, rows, batch, scored = sampling_rounds.collect(run, timer)
+    else:
+        with timer("gen"):
+            samples, rows = phases.generate(run)
+        with timer("reward"):
+            batch, scored = phases.score(run, samples, rows)
+    metrics |= scored
     with timer("reward"):
-        batch, scored = phases.score(run, samples, rows)
-        metrics |= scored
         baseline = phases.greedy_baseline(run, samples, rows) if algorithm.adv_estimator == "remax" else None
     with timer("hacking"):
         metrics |= phases.hacking_watch(batch)

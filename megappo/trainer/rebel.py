@@ -10,7 +10,6 @@ from megappo.algorithms.rebel import rebel_coefficients
 from megappo.algorithms.segments import segment_sum, zero_outside
 from megappo.data.batch import RolloutBatch
 from megappo.engine.totals import share_per_sample
-from megappo.trainer.planning import RolePlan
 from megappo.trainer.setup import PPORun
 
 
@@ -21,20 +20,19 @@ class RebelTarget:
     mini-batch gives all log-ratios; the step itself is then `−advantages · log-prob`, token by token.
     """
 
-    def __init__(self, run: PPORun, batch: RolloutBatch, plan: RolePlan):
-        self.run, self.batch, self.plan = run, batch, plan
+    def __init__(self, run: PPORun, batch: RolloutBatch):
+        self.run, self.batch = run, batch
         self.rewards = share_per_sample(run.actor, batch, segment_sum(batch["rewards"], batch.cu_seqlens))
         self.values: list[float] = []
 
-    def __call__(self, mini: int) -> None:
-        """Collective over all ranks of the run."""
+    def __call__(self, members: np.ndarray, micro_batches: list[list[int]]) -> None:
+        """For a step on the samples `members`, of which this rank runs `micro_batches`. Collective over all ranks."""
         run, batch = self.run, self.batch
         mask, cu, info = batch["loss_mask"], batch.cu_seqlens, batch.info
-        logprobs = run.actor.forward(batch, self.plan.micro_batches(mini), "logprobs")["logprobs"]
+        logprobs = run.actor.forward(batch, micro_batches, "logprobs")["logprobs"]
         changes = zero_outside(logprobs - batch["old_logprobs"], mask)
         log_ratios = share_per_sample(run.actor, batch, segment_sum(changes, cu))
-        members = self.plan.minis[mini]
-        members = members[info.trainable[members] > 0]
+        members = members[(info.trainable[members] > 0) & ~info.sft[members]]
         coefficients, values = rebel_coefficients(
             torch.from_numpy(log_ratios[members]),
             torch.from_numpy(self.rewards[members]),

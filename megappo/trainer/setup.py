@@ -14,6 +14,7 @@ from megappo.checkpoint.hf import HFReader
 from megappo.config.schema import ExperimentConfig, ModelConfig, OptimConfig, ParallelConfig
 from megappo.data.offline import OfflineDataset, read_offline
 from megappo.data.prompts import PromptDataset, PromptSampler
+from megappo.data.sft_rows import SftDataset
 from megappo.engine.engine import EngineOptions, ModelEngine
 from megappo.errors import UserError
 from megappo.models.spec import load_spec
@@ -39,6 +40,7 @@ class Inputs:
     sampler: PromptSampler
     reward: CombinedReward
     total_iterations: int
+    sft_data: SftDataset | None = None
 
 
 @dataclass
@@ -68,6 +70,7 @@ class PPORun:
     sampling: SamplingParams
     kl_controller: KlCoefficient
     guard: Guard
+    sft_data: SftDataset | None = None
     iteration: int = 0
     weight_version: int = 0
     data_position: int = 0
@@ -199,6 +202,7 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
         val = PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
     sampler = PromptSampler(len(train), largest_batch(config), config.trainer.seed, data.shuffle)
     iterations = count_iterations(config, len(train))
+    sft_data = read_sft_mix(config, tokenizer)
     reward = build_reward(config.rewards)
     reward.check_sources((row.data_source for row in train), recorded=offline)
     reward.check_sources(row.data_source for row in val or ())
@@ -207,7 +211,22 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
     except BaseException:
         reward.close()  # processes of other entries may run
         raise
-    return Inputs(tokenizer, train, val, sampler, reward, iterations)
+    return Inputs(tokenizer, train, val, sampler, reward, iterations, sft_data)
+
+
+def read_sft_mix(config: ExperimentConfig, tokenizer: Any) -> SftDataset | None:
+    """The examples of `actor.sft_mix`; None when it is off."""
+    mix, data = config.actor.sft_mix, config.data
+    if not mix.files:
+        return None
+    return SftDataset(
+        mix.files,
+        tokenizer,
+        prompt_key=mix.prompt_key,
+        response_key=mix.response_key,
+        max_length=mix.max_length or data.max_prompt_length + data.max_response_length,
+        chat_template=config.model.chat_template,
+    )
 
 
 def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, ModelEngine]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megappo.checkpoint.hf import write_hf
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import ExperimentConfig
-from megappo.data.batch import RolloutBatch, SampleInfo
 from megappo.data.prompts import PromptSampler
 from megappo.data.schedule import Budget
-from megappo.data.sft_rows import SftDataset, SftRow
+from megappo.data.sft_rows import SftDataset, SftRow, row_batch
 from megappo.engine.engine import ModelEngine
 from megappo.engine.losses import NLLLoss
 from megappo.errors import UserError
@@ -61,33 +58,6 @@ def _read(config: ExperimentConfig, files: list[str], tokenizer) -> SftDataset:
         max_length=config.sft.max_length,
         chat_template=config.model.chat_template,
     )
-
-
-def row_batch(rows: Sequence[SftRow], placement, rank: int) -> RolloutBatch:
-    """A batch of prompt/response rows, cut to what `rank` holds; only the response is trained on."""
-    n = len(rows)
-    prompt = np.array([len(r.prompt_ids) for r in rows])
-    response = np.array([len(r.response_ids) for r in rows])
-    zeros = np.zeros(n, dtype=np.int64)
-    info = SampleInfo(
-        sample_id=np.arange(n),
-        group_id=np.arange(n),
-        prompt_len=prompt,
-        length=prompt + response,
-        trainable=response,
-        score=zeros.astype(np.float64),
-        finish_reason=zeros,
-        weight_version=zeros,
-        source=["sft"] * n,
-    )
-    mine = placement.samples_of(rank)
-    tokens = [t for i in mine for t in (*rows[i].prompt_ids, *rows[i].response_ids)]
-    mask = [on for i in mine for on in ([False] * prompt[i] + [True] * response[i])]
-    columns = {
-        "tokens": torch.tensor(tokens, dtype=torch.int64),
-        "loss_mask": torch.tensor(mask, dtype=torch.bool),
-    }
-    return RolloutBatch(info, placement, mine, columns)
 
 
 class _Sft:

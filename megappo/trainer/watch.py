@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.config.schema import ExperimentConfig
+from megappo.config.show import dump_config
+from megappo.errors import UserError
 from megappo.observe.sinks import build_sinks
 from megappo.observe.sinks.base import EVENTS_TAG, Sinks
 from megappo.observe.sinks.jsonl import EventLog
@@ -35,6 +38,8 @@ class Watch:
             else Sinks([])
         )
         self.event_log = EventLog(Path(trainer.output_dir))
+        if self.main:
+            _write_config(Path(trainer.output_dir), config)
 
     def resumed(self, iteration: int) -> None:
         """The run continues after `iteration`: records of later iterations will be made again."""
@@ -79,3 +84,15 @@ class Watch:
     def close(self) -> None:
         self.sinks.close()
         self.event_log.close()
+
+
+def _write_config(folder: Path, config: ExperimentConfig) -> None:
+    """`config.yaml`: the resolved configuration, which loads to the same one. Written beside and renamed."""
+    target = folder / "config.yaml"
+    beside = target.with_name("config.yaml.part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside.write_text(dump_config(config), encoding="utf-8")
+        os.replace(beside, target)
+    except OSError as err:
+        raise UserError(f"cannot write {target} ({err.strerror}): check trainer.output_dir") from None

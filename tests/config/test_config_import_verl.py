@@ -373,3 +373,16 @@ def test_the_migration_page_tells_the_truth():
 def test_the_migration_page_lists_every_differing_default():
     page = DOCS.read_text(encoding="utf-8")
     assert [key for key in VERL_DEFAULTS if f"`{key}`" not in page] == []
+
+
+def test_filter_groups_becomes_dynamic_sampling():
+    groups = "algorithm.filter_groups"
+    given = [f"{groups}.metric=acc", f"{groups}.max_num_gen_batches=4", "algorithm.adv_estimator=grpo"]
+    result, config = translate(f"{groups}.enable=True", *given)
+    dynamic = config.algorithm.dynamic_sampling
+    assert (dynamic.enabled, dynamic.signal, dynamic.max_rounds, dynamic.shortfall) == (True, "success", 4, "fail")
+    assert not any("filter_groups" in line for line in result.warnings)
+    _, off = translate(f"{groups}.enable=False", *given)
+    assert not off.algorithm.dynamic_sampling.enabled
+    unlimited, config = translate(f"{groups}.enable=True", f"{groups}.max_num_gen_batches=0")
+    assert config.algorithm.dynamic_sampling.max_rounds == 10 and any("max_rounds 10" in w for w in unlimited.warnings)

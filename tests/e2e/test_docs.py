@@ -202,7 +202,13 @@ def metric_sources() -> list[Path]:
             names = [name for name in imported(file) if name.startswith("megappo.trainer.")]
             files = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in names]
             queue += [file for file in files if file.exists()]
-    others = ("engine/losses.py", "observe/memory.py", "algorithms/correction.py", "rewards/signals.py")
+    others = (
+        "engine/losses.py",
+        "observe/memory.py",
+        "algorithms/correction.py",
+        "rewards/signals.py",
+        "rewards/dynamic.py",
+    )
     return [*found, *(ROOT / "megappo" / name for name in others)]
 
 

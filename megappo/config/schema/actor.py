@@ -15,6 +15,19 @@ KlLossType = Literal[
 ]  # fmt: skip
 
 
+class SftMixConfig(Section):
+    """Supervised examples in every optimizer step of the actor, against forgetting."""
+
+    files: list[str] = key([], "Files (.parquet or .jsonl) with examples; none: off.", path=True)
+    fraction: float = key(0.05, "Examples per step, as a share of its samples, rounded up; 0 to 1.", gt=0, le=1)
+    coef: float = key(1.0, "Weight of the examples' negative log-likelihood (token mean) in the loss.", ge=0)
+    prompt_key: str = key("prompt", "Column with the prompt: chat messages or a string.")
+    response_key: str = key("response", "Column with the response, the text that is learnt.")
+    max_length: int | None = key(
+        None, "Longest example (tokens); null: data.max_prompt_length + data.max_response_length.", ge=2
+    )
+
+
 class ActorConfig(Section):
     """Policy loss, batch sizes, layout and optimizer of the actor."""
 
@@ -75,6 +88,8 @@ class ActorConfig(Section):
         "low_var_kl",
         "KL estimator: kl=k1, abs, mse=k2, low_var_kl=k3; suffix '+': its value with the gradient of k2.",
     )
+
+    sft_mix: SftMixConfig = sub(SftMixConfig, "Supervised examples in the update, against forgetting.")
 
     @model_validator(mode="before")
     @classmethod

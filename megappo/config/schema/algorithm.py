@@ -58,6 +58,24 @@ class CorrectionConfig(Section):
     band_high: float = key(2.0, "Largest accepted probability ratio.", gt=0)
 
 
+class DynamicSamplingConfig(Section):
+    """DAPO: train on prompts whose responses differ in score, and draw others for those that do not."""
+
+    enabled: bool = key(False, "Leave out prompts whose responses all score the same, and draw others.")
+    max_rounds: int = key(3, "Rounds of generation in an iteration, the first included (rounds).", ge=1)
+    signal: Literal["score", "success"] = key(
+        "score", "What has to differ between a prompt's responses: the score, or whether it is at least 0.8."
+    )
+    shortfall: Literal["fill", "fail"] = key(
+        "fill", "When the rounds bring too few: fill the batch with prompts without signal, or fail."
+    )
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds of generation in an iteration."""
+        return self.max_rounds if self.enabled else 1
+
+
 class AlgorithmConfig(Section):
     """From scores to advantages."""
 
@@ -82,3 +100,4 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlCtrlConfig = sub(KlCtrlConfig, "Controller of the KL coefficient in the reward.")
     reward_shaping: RewardShapingConfig = sub(RewardShapingConfig, "From scores to token rewards.")
     correction: CorrectionConfig = sub(CorrectionConfig, "Correction of the rollout/training mismatch.")
+    dynamic_sampling: DynamicSamplingConfig = sub(DynamicSamplingConfig, "Which prompts are trained on (DAPO).")

@@ -26,6 +26,7 @@ ADJUSTABLE: tuple[str, ...] = (
 #: keys that may have a schedule
 SCHEDULABLE: tuple[str, ...] = (
     *ADJUSTABLE,
+    "actor.sft_mix.coef",
     "actor.clip_ratio",
     "actor.clip_ratio_c",
     "actor.optim.weight_decay",

@@ -89,11 +89,8 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 def load_run(folder: Path, name: str) -> Run:
     """One run; see `load_runs`."""
-    file = _metrics_file(folder)
     notes: list[str] = []
-    kept, discarded = _in_order(_metric_rows(file, notes))
-    if not kept:
-        raise UserError(f"{file} has no complete line with a step and a number: the run has logged nothing yet")
+    kept, discarded = metric_rows(folder, notes)
     if discarded:
         first = int(discarded[0][-1]["step"])
         notes.append(
@@ -108,9 +105,22 @@ def load_run(folder: Path, name: str) -> Run:
     broken = {name: len(c.broken()) for name, c in run.curves.items() if len(c.broken())}
     if broken:
         notes.append("NaN or infinite: " + ", ".join(f"{name} ({n}×)" for name, n in broken.items()))
-    run.ended = file.stat().st_mtime
+    run.ended = _metrics_file(folder).stat().st_mtime
     run.started, run.guessed = _start(run)
     return run
+
+
+def metric_rows(folder: Path, notes: list[str]) -> tuple[list[Row], list[list[Row]]]:
+    """The rows of a run's metrics.jsonl, one a step, ascending; and those that a resume made again later.
+
+    Raises:
+        UserError: the folder is missing, or has no readable `metrics.jsonl`.
+    """
+    file = _metrics_file(folder)
+    kept, discarded = _in_order(_metric_rows(file, notes))
+    if not kept:
+        raise UserError(f"{file} has no complete line with a step and a number: the run has logged nothing yet")
+    return kept, discarded
 
 
 def _metrics_file(folder: Path) -> Path:
