@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megappo.checkpoint.optimizer_state import optimizer_states
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
 from megappo.parallel.reduce import gather_objects
@@ -36,9 +37,10 @@ def _sharded_state(engine: ModelEngine, *, loading: bool) -> dict:
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if engine.optimizer is not None:
         model_state = dict(state) if len(chunks) > 1 else state["model"]
-        state["optimizer"] = engine.optimizer.inner.sharded_state_dict(
-            model_state, is_loading=loading, metadata=metadata
-        )
+        with optimizer_states():
+            state["optimizer"] = engine.optimizer.inner.sharded_state_dict(
+                model_state, is_loading=loading, metadata=metadata
+            )
     return state
 
 
