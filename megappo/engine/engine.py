@@ -25,6 +25,7 @@ from megappo.models.spec import ModelSpec
 from megappo.parallel import backend, vocab
 from megappo.parallel.groups import parallel_context
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.reduce import sum_of_parts
 
 Want = Literal["logprobs", "values"]
 _VALUE_HEAD = frozenset({"score.weight", "score.bias"})
@@ -144,13 +145,16 @@ class ModelEngine:
     def load_hf(self, reader: HFReader) -> None:
         """Load a Hugging Face folder strictly, each rank reading only the slices that it holds.
 
-        A critic takes the trunk of a policy: its language head is left out, a missing value head stays zero.
+        A critic takes the trunk of a policy: its language head is left out, a missing value head stays zero. From a
+        reward model it takes the head too, which must then be there (a bias need not: transformers has none).
 
         Raises:
             UserError: a tensor is missing, unknown or of the wrong shape, or a file is damaged.
         """
         optional = {"lm_head.weight"} if self.options.critic or self.spec.tied_embeddings else set()
         missing_head = _VALUE_HEAD - reader.where.keys() if self.options.critic else frozenset()
+        if self.spec.scalar_head:
+            missing_head -= {"score.weight"}
         reader.check(self.weights.hf_shapes(), optional | missing_head)
         if not self.member:
             return
@@ -199,7 +203,7 @@ class ModelEngine:
         yield from stream_full_tensors(self.weights, self.chunks, self.context.rank, dtype)
 
     # -------------------------------------------------------------- running the model
-    def _run(self, batch: RolloutBatch, micro_batches: list[list[int]], columns, handle, *, train: bool) -> None:
+    def _run(self, batch: RolloutBatch, micro_batches, columns, handle, *, train: bool, at: str = "rows") -> None:
         """Feed micro-batches through megatron's pipeline schedule; `handle(micro, output) → loss` on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -209,7 +213,7 @@ class ModelEngine:
             cp_rank=self.context.coords.cp,
             thd=self.thd,
         )
-        micros = [prepare(batch, samples, columns, row, self.device) for samples in micro_batches]
+        micros = [prepare(batch, samples, columns, row, self.device, at) for samples in micro_batches]
 
         def forward_step(iterator, model):
             micro = next(iterator)
@@ -254,6 +258,12 @@ class ModelEngine:
         if self.options.critic:
             return output.reshape(-1)[micro.rows]
         return self.chunks[-1].enter_head(output)[micro.rows]
+
+    def _lasts(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """The scalar head's output `[samples]` at the last token of every sample, on every context-parallel rank."""
+        values = output.reshape(-1)
+        lasts = values.new_zeros(micro.samples).index_copy(0, micro.last_places, values[micro.last])
+        return sum_of_parts(lasts, self.context.cp_group) if self.layout.cp > 1 else lasts
 
     def _head_options(self) -> dict:
         return {
@@ -330,8 +340,11 @@ class ModelEngine:
         sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in loss.sums}
         maxima = {name: torch.full_like(s, -torch.inf) for s in sums.values() for name in loss.maxima}
 
+        # A loss of whole samples is the same on all context-parallel ranks: one of them reports it.
+        counted = loss.at == "rows" or self.context.coords.cp == 0
+
         def collect(part: LossOutput) -> Tensor:
-            for name in loss.sums:
+            for name in loss.sums if counted else ():
                 sums[name] += part.sums[name]
             for name in loss.maxima:
                 maxima[name] = torch.maximum(maxima[name], part.maxima[name])
@@ -340,7 +353,8 @@ class ModelEngine:
         tokens = int(batch.info.length[mini_batch].sum())
 
         def handle(micro: MicroBatch, output: Tensor) -> Tensor:
-            part = self._loss(micro, self._rows(micro, output), loss, collect)
+            scored = self._rows if loss.at == "rows" else self._lasts
+            part = self._loss(micro, scored(micro, output), loss, collect)
             return part * tokens if self.balances_experts else part
 
         if self.balances_experts:
@@ -351,7 +365,7 @@ class ModelEngine:
             chunk.train()
         with self.context:
             self.optimizer.zero_grad()
-        self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True)
+        self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True, at=loss.at)
         with self.context:
             step = self.optimizer.step()
         return StepStats(
