@@ -51,13 +51,13 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         raise UserError(f"{where}.weight is {settings.weight}: give a finite number")
     if not settings.timeout_s > 0:
         raise UserError(f"{where}.timeout_s is {settings.timeout_s}: give a positive number of seconds")
-    if settings.path and settings.type != "function":
-        raise UserError(f"{where}.path is only for type 'function': remove it")
+    if settings.path and settings.type not in ("function", "model"):
+        raise UserError(f"{where}.path is only for types 'function' and 'model': remove it")
     if settings.url and settings.type != "remote":
         raise UserError(f"{where}.url is only for type 'remote': remove it")
     reward = _BUILDERS[settings.type](settings, where)
     return Component(
-        name=settings.name or reward.name,
+        name=settings.name or (settings.type if reward is None else reward.name),
         reward=reward,
         weight=settings.weight,
         sources=settings.sources,
@@ -143,10 +143,18 @@ def _remote(settings: RewardSettings, where: str) -> Reward:
     )
 
 
-_BUILDERS: dict[str, Callable[[RewardSettings, str], Reward]] = {
+def _model(settings: RewardSettings, where: str) -> None:
+    """The trainer runs the model on all ranks together and passes its scores."""
+    _kwargs(settings, where)
+    if not settings.path:
+        raise UserError(f"{where}.path is missing: type 'model' needs a reward model's folder")
+
+
+_BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "gsm8k": _gsm8k,
     "reasoning_gym": _reasoning_gym,
     "function": _function,
     "math": _math,
     "remote": _remote,
+    "model": _model,
 }

@@ -24,11 +24,13 @@ from megappo.parallel.reduce import gather_objects
 from megappo.rewards import hacking
 from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
-from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
+from megappo.rollout.collect import assemble, make_requests, my_share
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer.effective import largest_batch
 from megappo.trainer.planning import RolePlan, budget, forward_micro_batches, role_plan
+from megappo.trainer.scoring import measure
 from megappo.trainer.setup import DTYPES, PPORun
+from megappo.trainer.share import share_per_sample, total
 
 Metrics = dict[str, float]
 _GREEDY_ID = 1 << 40  # ids of ReMax's greedy baselines, apart from the samples'
@@ -70,7 +72,7 @@ def _record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False
 
 def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
     """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
-    scored = run.reward.measure(reward_samples(samples, rows, run.tokenizer))
+    scored = measure(run, samples, rows)
     finished = np.array([s.finish_reason != "abort" for s in samples], bool)
     metrics = run.reward.absorb(gather_objects(run.reward.tally(scored, finished)))
     rewards = run.reward.rewards(scored)  # with statistics that include this batch
@@ -98,7 +100,7 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
     pairs = make_requests(prompts, 1, _GREEDY_ID + first_group, run.config.trainer.seed)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
     _record(run, answers, greedy=True)
-    scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
+    scores = run.reward.rewards(measure(run, answers, prompts))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
     return np.concatenate(gather_objects(scores))
 
@@ -171,20 +173,6 @@ def add_values(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> tuple[Rollou
     last = share_per_sample(run.critic, there, result["last_values"])
     run.critic.sleep()
     return there, last
-
-
-def total(engine: ModelEngine, local: torch.Tensor) -> torch.Tensor:
-    """Sum of `local` over a role's replicas, each counted once; the same on every rank of the run. Collective."""
-    full = local if engine.primary else torch.zeros_like(local)
-    dist.all_reduce(full)
-    return full
-
-
-def share_per_sample(engine: ModelEngine, batch: RolloutBatch, local: torch.Tensor) -> np.ndarray:
-    """A number for each sample held here → the array of all samples, on every rank. Collective."""
-    full = torch.zeros(len(batch.info), dtype=torch.float64)
-    full[torch.from_numpy(batch.indices)] = local.double()
-    return total(engine, full).numpy()
 
 
 # ------------------------------------------------------------------ rewards and advantages

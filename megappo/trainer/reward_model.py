@@ -20,9 +20,9 @@ from megappo.errors import UserError
 from megappo.parallel import backend
 from megappo.rewards.model import REWARD_FILE, RewardScale
 from megappo.trainer.interrupt import StopRequest
-from megappo.trainer.phases import share_per_sample
 from megappo.trainer.planning import role_plan
 from megappo.trainer.setup import build_engine, load_tokenizer
+from megappo.trainer.share import share_per_sample
 from megappo.trainer.supervised import Supervised, row_sampler
 from megappo.trainer.watch import Watch
 
