@@ -26,7 +26,9 @@ class RewardModelConfig(Section):
     )
     use_dynamic_bsz: bool = key(False, "Pack pairs by token budget instead of by a fixed number.")
     max_token_len_per_gpu: int = key(
-        16384, "Token budget of a forward/backward on a rank with use_dynamic_bsz (tokens of both responses).", ge=1
+        16384,
+        "Token budget of a forward/backward on a rank with use_dynamic_bsz, for both sequences of a pair (tokens).",
+        ge=1,
     )
     max_length: int = key(1024, "Longest prompt with a response; a pair with a longer one is dropped (tokens).", ge=1)
     total_epochs: int = key(1, "Passes over the training pairs (epochs).", ge=1)
