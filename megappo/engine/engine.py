@@ -161,6 +161,15 @@ class ModelEngine:
         load_weights(self.weights, self.chunks, self.context.rank, reader.read, skip=frozenset(missing_head))
         self.sync_master_weights()
 
+    @torch.no_grad()
+    def scale_head(self, mean: float, std: float) -> None:
+        """Make a critic's head give (what it gave − mean) / std."""
+        for chunk in self.chunks:
+            if chunk.post_process:
+                chunk.output_layer.bias.sub_(mean).div_(std)
+                chunk.output_layer.weight.div_(std)
+        self.sync_master_weights()
+
     def sync_master_weights(self) -> None:
         """After the parameters were set from outside: fp32 master copies must follow, or the next step undoes it."""
         if self.optimizer is not None:

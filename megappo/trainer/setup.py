@@ -228,6 +228,8 @@ def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, Model
             optim=critic.optim,
             total_steps=optimizer_steps(sizes, critic.ppo_mini_batch_size, critic.ppo_epochs),
         )
+        scale = RewardScale.read(critic.path)  # a reward model's values begin in the unit of its rewards
+        engines["critic"].scale_head(scale.mean, scale.std)
     if config.needs_reference:
         reference = config.reference
         engines["reference"] = build_engine(reference.path, reference.parallel, model, temperature=temperature)
