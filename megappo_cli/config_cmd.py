@@ -17,7 +17,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as actor.optim.lr=1e-6."),
 ]
-Kind = Annotated[Literal["train", "sft"], typer.Option("--kind", help="The command that the file is meant for.")]
+Kind = Annotated[
+    Literal["train", "sft", "reward-model"], typer.Option("--kind", help="The command that the file is meant for.")
+]
 
 
 @app.command()

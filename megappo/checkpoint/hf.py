@@ -141,6 +141,7 @@ def write_hf(
     *,
     write: bool = True,
     config_changes: dict | None = None,
+    extra_files: dict[str, str] | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights from `tensors`, everything else copied from the folder `source`.
 
@@ -149,7 +150,7 @@ def write_hf(
 
     Written beside `out` and renamed, so a folder that exists is a whole one; an earlier export there stays until
     then, and stays for good if anything fails. Ranks that pass `write=False` only drain `tensors` (which is a
-    collective).
+    collective). `extra_files`: text of further files by name.
 
     Raises:
         UserError: the target cannot be written, or is a folder that an export must not replace.
@@ -171,6 +172,8 @@ def write_hf(
         config.update({"dtype": _NAMES[dtype][0]} | (config_changes or {}))
         config.pop("torch_dtype", None)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, text in (extra_files or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         _write_shards(tensors, shapes, partial, dtype)
         _replace(partial, target)
     except OSError as err:

@@ -27,13 +27,14 @@ from megappo.rewards import hacking
 from megappo.rewards.combine import Scored
 from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
-from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
-from megappo.rollout.offline import OfflineEngine, recorded_scores
+from megappo.rollout.collect import assemble, make_requests, my_share
+from megappo.rollout.offline import OfflineEngine
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
 from megappo.trainer.planning import RolePlan, Step, budget, even_placement, forward_micro_batches, role_plan
 from megappo.trainer.rebel import RebelTarget
+from megappo.trainer.scoring import measure
 from megappo.trainer.setup import DTYPES, PPORun
 
 Metrics = dict[str, float]
@@ -99,15 +100,6 @@ class Part:
         return np.array([s.finish_reason != "abort" for s in self.samples], bool)
 
 
-def measure(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> Scored:
-    """Raw scores of this rank's responses; changes no statistics."""
-    given: dict[str, list[float]] = {}
-    if isinstance(run.rollout, OfflineEngine):
-        recorded = recorded_scores(samples, rows)
-        given = {name: recorded for name, component in run.reward.components.items() if component.recorded}
-    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
-
-
 def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
     """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
     return score_parts(run, [Part(samples, rows, measure(run, samples, rows))])
@@ -157,7 +149,7 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
     pairs = make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed, groups=groups)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
     record(run, answers, greedy=True)
-    scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
+    scores = run.reward.rewards(measure(run, answers, prompts))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
     everyone = gather_objects((groups, scores))
     baseline = np.empty(sum(len(part) for part, _ in everyone))
@@ -331,7 +323,7 @@ class Update:
     role: str
     loss: Loss
     steps: list[StepStats | None]
-    sample_ids: np.ndarray
+    sample_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     metrics: Metrics = field(default_factory=dict)  # what is known on every rank already
 
 
