@@ -140,7 +140,7 @@ def test_the_section_is_required_and_its_values_are_checked(exp):
         load_config(exp.yaml, kind="reward-model")
     for change, words in (
         ("clip=[2, -2]", "low must be below high"),
-        ("margin=big", "reward_model.margin"),
+        ("margin=big", "reward_model.margin = 'big': needs a number, data or null"),
         ("max_noise=1.5", "must be <= 1"),
         ("chosen=better", "did you mean reward_model.chosen_key"),
     ):
