@@ -231,6 +231,11 @@ class LengthReport:
     longest: int
     limit: int
 
+    @property
+    def notable(self) -> bool:
+        """Is there something that the user should know?"""
+        return self.dropped > 0
+
     def __str__(self) -> str:
         kept = f"{self.kept} of {self.total} prompts kept, longest {self.longest} tokens"
         return f"{kept}; {self.dropped} dropped as longer than {self.limit} tokens" if self.dropped else kept

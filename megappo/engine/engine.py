@@ -49,13 +49,18 @@ class EngineOptions:
 
 @dataclass
 class StepStats:
-    """One optimizer step: metric sums and maxima of this rank (reduce over ranks!), the same step result on all."""
+    """One optimizer step: metric sums and maxima of this rank (reduce over ranks!), the same step result on all.
+
+    `suspects`: after a step that was not applied, the samples (indices into the batch's `info`) of this rank's
+    micro-batches whose loss is not finite.
+    """
 
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norm: float
     lr: float
     applied: bool
+    suspects: tuple[int, ...] = ()
 
 
 class ModelEngine:
@@ -271,7 +276,7 @@ class ModelEngine:
     def _lasts(self, micro: MicroBatch, output: Tensor) -> Tensor:
         """The scalar head's output `[samples]` at the last token of every sample, on every context-parallel rank."""
         values = output.reshape(-1)
-        lasts = values.new_zeros(micro.samples).index_copy(0, micro.last_places, values[micro.last])
+        lasts = values.new_zeros(len(micro.samples)).index_copy(0, micro.last_places, values[micro.last])
         return sum_of_parts(lasts, self.context.cp_group) if self.layout.cp > 1 else lasts
 
     def _head_options(self) -> dict:
@@ -360,10 +365,12 @@ class ModelEngine:
             return part.loss
 
         tokens = int(batch.info.length[mini_batch].sum())
+        losses: list[tuple[list[int], Tensor]] = []
 
         def handle(micro: MicroBatch, output: Tensor) -> Tensor:
             scored = self._rows if loss.at == "rows" else self._lasts
             part = self._loss(micro, scored(micro, output), loss, collect)
+            losses.append((micro.samples, part.detach()))
             return part * tokens if self.balances_experts else part
 
         if self.balances_experts:
@@ -377,12 +384,14 @@ class ModelEngine:
         self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True, at=loss.at)
         with self.context:
             step = self.optimizer.step()
+        broken = [] if step.applied else [s for samples, part in losses if not part.isfinite().all() for s in samples]
         return StepStats(
             {name: float(value) for name, value in sums.items()},
             {name: float(value) for name, value in maxima.items()},
             step.grad_norm,
             step.lr,
             step.applied,
+            tuple(broken),
         )
 
     def _loss(self, micro: MicroBatch, rows: Tensor, loss: Loss, collect) -> Tensor:

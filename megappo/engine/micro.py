@@ -18,6 +18,7 @@ class MicroBatch:
     """One packed row on the device, or this context-parallel rank's part of it.
 
     Attributes:
+        samples: indices into the batch's `info` of what is in it.
         tokens: `[1, local]`, padded where the layout needs it.
         padding: `[1, local]` bool, True on padding.
         packed: boundaries for attention and rotary positions.
@@ -27,10 +28,10 @@ class MicroBatch:
         cu_rows: `[samples + 1]` boundaries of the samples in `rows`.
         last: position in `tokens` of the last token of each of `last_samples`, the samples that end here.
         last_places: which of the row's samples those are.
-        samples: number of samples in the row, on whatever context-parallel rank they end.
         columns: what the loss reads, cut to `rows`, or to the samples' last tokens.
     """
 
+    samples: list[int]
     tokens: Tensor
     padding: Tensor
     packed: PackedSequences
@@ -41,7 +42,6 @@ class MicroBatch:
     last: Tensor
     last_samples: list[int]
     last_places: Tensor
-    samples: int
     columns: dict[str, Tensor]
 
 
@@ -104,6 +104,7 @@ def prepare(
     last = here[starts[: len(lengths)] + sizes - 1]
     cut = local if at == "rows" else index[sizes.cumsum(0) - 1]
     return MicroBatch(
+        samples=samples,
         tokens=tokens[packed.local][None].to(device),
         padding=~real[packed.local][None].to(device),
         packed=packed,
@@ -114,6 +115,5 @@ def prepare(
         last=last[last >= 0].to(device),
         last_samples=[s for s, place in zip(samples, last.tolist(), strict=True) if place >= 0],
         last_places=(last >= 0).nonzero().squeeze(1).to(device),
-        samples=len(samples),
         columns={name: batch[name][cut].to(device) for name in columns},
     )

@@ -57,7 +57,7 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         raise UserError(f"{where}.url is only for type 'remote': remove it")
     reward = _BUILDERS[settings.type](settings, where)
     return Component(
-        name=settings.name or (settings.type if reward is None else reward.name),
+        name=settings.name or (reward.name if reward else settings.type),
         reward=reward,
         weight=settings.weight,
         sources=settings.sources,
@@ -65,6 +65,7 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         standardize=settings.standardize,
         on_error=settings.on_error,
         neutral_score=settings.neutral_score,
+        recorded=settings.type == "recorded",
     )
 
 
@@ -150,6 +151,11 @@ def _model(settings: RewardSettings, where: str) -> None:
         raise UserError(f"{where}.path is missing: type 'model' needs a reward model's folder")
 
 
+def _recorded(settings: RewardSettings, where: str) -> None:
+    """The scores are in the data: the loop hands them over."""
+    _kwargs(settings, where)
+
+
 _BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "gsm8k": _gsm8k,
     "reasoning_gym": _reasoning_gym,
@@ -157,4 +163,5 @@ _BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "math": _math,
     "remote": _remote,
     "model": _model,
+    "recorded": _recorded,
 }

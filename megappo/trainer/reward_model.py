@@ -16,13 +16,13 @@ from megappo.config.schema import ExperimentConfig
 from megappo.data.batch import Placement, RolloutBatch, SampleInfo
 from megappo.data.preferences import NoiseReport, PreferenceDataset, PreferencePair, noise_report
 from megappo.engine.losses import PreferenceLoss
+from megappo.engine.totals import share_per_sample
 from megappo.errors import UserError
 from megappo.parallel import backend
 from megappo.rewards.model import REWARD_FILE, RewardScale
 from megappo.trainer.interrupt import StopRequest
 from megappo.trainer.planning import role_plan
 from megappo.trainer.setup import build_engine, load_tokenizer
-from megappo.trainer.share import share_per_sample
 from megappo.trainer.supervised import Supervised, row_sampler
 from megappo.trainer.watch import Watch
 
@@ -142,7 +142,7 @@ class _RewardModel(Supervised):
         batch, micro = self._batch(pairs, margins(pairs, self.settings.margin))
         loss = PreferenceLoss(self.settings.center_coef)
         result = self.engine.train_step(batch, np.arange(2 * len(pairs)), micro, loss, agg_mode="token-mean")
-        return self._step_metrics(loss, result, int(batch.info.length.sum()))
+        return self._step_metrics(loss, result, batch.info)
 
     def _scores(self, pairs: Sequence[PreferencePair]) -> torch.Tensor:
         """Scores `[pairs, 2]` of chosen and rejected, float64, on every rank. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from megappo.data.batch import RolloutBatch
 from megappo.data.prompts import PromptRow
-from megappo.data.schedule import Budget, plan
+from megappo.data.schedule import Budget
 from megappo.engine.engine import ModelEngine
+from megappo.engine.totals import share_per_sample
 from megappo.rewards.combine import Scored
 from megappo.rewards.model import RewardScale
 from megappo.rollout.base import GeneratedSample
 from megappo.rollout.collect import assemble, reward_samples
-from megappo.trainer.planning import forward_micro_batches
-from megappo.trainer.share import share_per_sample
+from megappo.trainer.planning import even_placement, forward_micro_batches
 
 if TYPE_CHECKING:
     from megappo.trainer.setup import PPORun
@@ -37,19 +37,26 @@ class RewardModel:
         A response that was cut has no end token and is scored at its last one.
         """
         length = batch.info.length
-        owner = plan(length, [np.arange(len(length))], self.engine.layout.dp, self.sizes).owner
-        there = batch.only("tokens", "loss_mask").to(self.engine.placement(owner))
-        micro = forward_micro_batches(self.engine, length, owner, self.sizes)
+        there = batch.only("tokens", "loss_mask").to(even_placement(self.engine, length, self.sizes))
+        micro = forward_micro_batches(self.engine, length, there.placement.owner, self.sizes)
         lasts = self.engine.forward(there, micro, "values")["last_values"]
         scores = share_per_sample(self.engine, there, lasts)
         self.engine.sleep()
         return self.scale(scores)
 
 
-def measure(run: PPORun, samples: Sequence[GeneratedSample], rows: Sequence[PromptRow]) -> Scored:
-    """Score this rank's samples with all rewards. Collective where a reward model is among them."""
-    given = model_rewards(run.reward_models, samples, rows)
-    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
+def measure(
+    run: PPORun,
+    samples: Sequence[GeneratedSample],
+    rows: Sequence[PromptRow],
+    given: Mapping[str, Sequence[float]] | None = None,
+) -> Scored:
+    """Score this rank's samples with all rewards; `given`: scores that are known already, by component.
+
+    Collective where a reward model is among the rewards.
+    """
+    scores = {**(given or {}), **model_rewards(run.reward_models, samples, rows)}
+    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), scores)
 
 
 def model_rewards(

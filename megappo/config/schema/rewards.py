@@ -23,10 +23,11 @@ def _metric_name(name: str) -> str:
 class RewardConfig(Section):
     """One reward."""
 
-    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote", "model"] = key(
+    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote", "model", "recorded"] = key(
         ...,
         "gsm8k: number after ####; math: math-verify decides; reasoning_gym: the task's own scorer; function: your "
-        "own (see path); remote: an HTTP server (see url); model: a reward model (see path).",
+        "own (see path); remote: an HTTP server (see url); model: a reward model (see path); recorded: the "
+        "scores in the offline data.",
     )
     name: Annotated[str, AfterValidator(_metric_name)] | None = key(
         None, "Name in metrics and errors; null: the type, or the function's name."

@@ -1,4 +1,4 @@
-"""Numbers that a role's replicas hold, for every rank of the run."""
+"""Sums over what a role's replicas hold, the same on every rank of the run."""
 
 from __future__ import annotations
 
