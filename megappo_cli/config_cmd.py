@@ -52,7 +52,8 @@ def check(
         typer.echo(f"note: {line}", err=True)
     sources.raise_if_any(problems)
     ranks = f" on {nproc} ranks" if nproc else " (give --nproc to check layouts against a number of ranks)"
-    typer.echo(f"ok: {cfg} can {'train' if kind == 'train' else 'fine-tune'}{ranks}")
+    able = {"train": "train", "sft": "fine-tune", "reward-model": "train a reward model"}
+    typer.echo(f"ok: {cfg} can {able[kind]}{ranks}")
 
 
 @app.command()

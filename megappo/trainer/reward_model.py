@@ -142,7 +142,7 @@ class _RewardModel(Supervised):
         batch, micro = self._batch(pairs, margins(pairs, self.settings.margin))
         loss = PreferenceLoss(self.settings.center_coef)
         result = self.engine.train_step(batch, np.arange(2 * len(pairs)), micro, loss, agg_mode="token-mean")
-        return self._step_metrics(loss, result, int(batch.info.length.sum()))
+        return self._step_metrics(loss, result, batch.info)
 
     def _scores(self, pairs: Sequence[PreferencePair]) -> torch.Tensor:
         """Scores `[pairs, 2]` of chosen and rejected, float64, on every rank. Collective."""

@@ -61,7 +61,7 @@ class _Sft(Supervised):
         plan, batch = self._batch(self._next_rows(), (self.config.trainer.seed, self.step))
         loss = NLLLoss()
         result = self.engine.train_step(batch, plan.minis[0], plan.micro_batches(0), loss, agg_mode="token-mean")
-        return self._step_metrics(loss, result, int(batch.info.length.sum()))
+        return self._step_metrics(loss, result, batch.info)
 
     def _validate(self) -> dict[str, float]:
         """Mean negative log-likelihood of the held-out response tokens."""

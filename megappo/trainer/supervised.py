@@ -11,9 +11,10 @@ import torch.distributed as dist
 from megappo.checkpoint.hf import write_hf
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import ExperimentConfig, RewardModelConfig, SftConfig
+from megappo.data.batch import SampleInfo
 from megappo.data.prompts import PromptSampler
 from megappo.data.schedule import Budget
-from megappo.engine.engine import ModelEngine
+from megappo.engine.engine import ModelEngine, StepStats
 from megappo.engine.losses import Loss
 from megappo.errors import UserError
 from megappo.observe.timing import Timer
@@ -126,7 +127,7 @@ class Supervised:
         _, indices = self.sampler.batch(self.step)
         return [self.train[i] for i in indices]
 
-    def _step_metrics(self, loss: Loss, result, tokens: int) -> dict[str, float]:
-        metrics = step_metrics(self.engine, Update("train", loss, [result]))
+    def _step_metrics(self, loss: Loss, result: StepStats | None, info: SampleInfo) -> dict[str, float]:
+        metrics = step_metrics(self.engine, Update("train", loss, [result], info.sample_id))
         epoch = self.step // self.sampler.steps_per_epoch
-        return metrics | {"perf/total_num_tokens": float(tokens), "training/epoch": float(epoch)}
+        return metrics | {"perf/total_num_tokens": float(info.length.sum()), "training/epoch": float(epoch)}

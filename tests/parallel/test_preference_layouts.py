@@ -60,7 +60,7 @@ def train(folder, layout_options: dict, budget_options: dict) -> dict:
         micro = [[s for p in part for s in (2 * p, 2 * p + 1)] for part in plan.micro_batches(0)]
         loss = PreferenceLoss(CENTER)
         result = engine.train_step(batch, np.arange(2 * len(pairs)), micro, loss, agg_mode="token-mean")
-        steps.append(step_metrics(engine, Update("train", loss, [result])))
+        steps.append(step_metrics(engine, Update("train", loss, [result], batch.info.sample_id)))
     return {"steps": steps, "weights": {name: t.clone() for name, t in engine.stream_weights(torch.float32)}}
 
 

@@ -1,6 +1,6 @@
 """`reward_model`: training a scalar reward model on preference pairs, for `megappo reward-model` only."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator
 
@@ -8,6 +8,12 @@ from megappo.config.schema.base import FloatPair, Section, key, ordered, sub
 from megappo.config.schema.optim import SftOptimConfig
 from megappo.config.schema.parallel import ParallelConfig
 from megappo.config.schema.trainer import SaveEvery
+
+
+def _margin(value: float | str) -> float | str:
+    if isinstance(value, str) and value != "data":
+        raise ValueError("needs a number, data or null")
+    return value
 
 
 class RewardModelConfig(Section):
@@ -36,7 +42,7 @@ class RewardModelConfig(Section):
     test_freq: SaveEvery = key(-1, "Validate every so many optimizer steps; -1: never.")
     save_freq: SaveEvery = key(-1, "Save a checkpoint every so many optimizer steps; -1: never.")
     export_path: str | None = key(None, "Folder for the final reward model; null: not exported.", path=True)
-    margin: float | Literal["data"] | None = key(
+    margin: Annotated[float | str, AfterValidator(_margin)] | None = key(
         None, "By how much the chosen score has to be higher: a number, or `data`: column `margin`; null: not at all."
     )
     center_coef: float = key(0.0, "Weight of the mean of (chosen + rejected score)^2, which centres scores.", ge=0)
