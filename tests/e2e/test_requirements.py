@@ -68,3 +68,13 @@ def test_an_iteration_logs_what_was_asked_for(tmp_path):
     (line,) = read_metrics(tmp_path / "out")
     for what, names in ASKED_FOR.items():
         assert all(name in line for name in names), what
+
+
+def test_a_run_keeps_its_configuration_beside_its_metrics(tmp_path):
+    from megappo.config.load import read_config
+
+    file = write_case(tmp_path, layers=2)
+    on_ranks(1, go, file)
+    kept, _ = read_config(tmp_path / "out/config.yaml")
+    places = {"trainer__output_dir": str(tmp_path / "out"), "trainer__total_iterations": 1}
+    assert kept == config_of(file, **places)
