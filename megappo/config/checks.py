@@ -4,6 +4,7 @@ All functions are pure (they read files, never write) and return Problems; `note
 """
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
             said.append(case)
             yield from check_layout(f"{role}.parallel", *case, world_size)
     yield from _check_train_data(config)
+    yield from _check_eval_command(config)
     yield from _check_rewards(config)
     yield from _check_rollout(config)
     yield from _check_algorithm(config)
@@ -119,8 +121,27 @@ def _check_train_data(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem("data.train_files", "no training prompts; list at least one file", data.train_files)
     yield from _check_data_files("data.train_files", data.train_files)
     yield from _check_data_files("data.val_files", data.val_files)
-    if not data.val_files and config.trainer.test_freq > 0:
+    trainer = config.trainer
+    if not data.val_files and trainer.test_freq > 0 and trainer.eval_command is None:
         yield Problem("data.val_files", "no validation prompts: nothing is evaluated", [], note=True)
+
+
+def _check_eval_command(config: ExperimentConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.eval_command is None:
+        return
+    try:
+        words = shlex.split(trainer.eval_command)
+    except ValueError as err:
+        yield Problem("trainer.eval_command", f"cannot be read as a command ({err}); mind the quotes")
+        return
+    if not words:
+        yield Problem("trainer.eval_command", "is empty; write a command, or null", trainer.eval_command)
+    elif trainer.test_freq == -1 and not trainer.val_before_train:
+        yield Problem("trainer.eval_command", "is never run: set trainer.test_freq", note=True)
+    if trainer.eval_command_timeout_s >= trainer.distributed_timeout_s:
+        text = f"must be below trainer.distributed_timeout_s ({trainer.distributed_timeout_s}), while other ranks wait"
+        yield Problem("trainer.eval_command_timeout_s", text, trainer.eval_command_timeout_s)
 
 
 def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
