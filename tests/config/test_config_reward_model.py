@@ -7,6 +7,7 @@ import pytest
 from megappo.config.check_reward_models import same_tokenizer
 from megappo.config.checks import check_config
 from megappo.config.load import load_config, read_config
+from megappo.config.schema import RewardModelConfig
 from megappo.config.show import dump_config
 from megappo.errors import UserError
 
@@ -147,3 +148,9 @@ def test_the_section_is_required_and_its_values_are_checked(exp):
         with pytest.raises(UserError) as caught:
             load_config(exp.yaml, [TRAIN, f"reward_model.{change}"], kind="reward-model")
         assert words in str(caught.value)
+
+
+def test_defaults_are_those_of_the_users_documents():
+    section = RewardModelConfig(train_files=["pairs.jsonl"])
+    assert (section.optim.lr, section.batch_size, section.micro_batch_size_per_gpu) == (1e-5, 512, 1)
+    assert section.clip == (-2.0, 2.0) and section.normalize and section.max_noise == 0.12
