@@ -157,7 +157,8 @@ def test_keys_in_the_text_exist(page):
     for span in code_spans(page):
         found = re.fullmatch(rf"((?:{sections})\.[a-z0-9_.]+)(?:[:=].*)?", span)
         if found and not found[1].endswith((".py", ".safetensors", ".md")):
-            assert is_key(found[1]), f"{page.name}: no key {span}"
+            # A column of the rows has the name of a section.
+            assert is_key(found[1]) or found[1] == "reward_model.ground_truth", f"{page.name}: no key {span}"
 
 
 def setup_extras() -> set[str]:

@@ -273,6 +273,15 @@ def test_validation_scores_with_the_model(case, trained):
     assert -2 <= read_metrics(case.parent / "validated")[0]["val/digits/reward/mean"] <= 2
 
 
+def test_recorded_pairs_are_scored_by_the_model(case, trained):
+    """Offline PPO on the pairs themselves: the chosen responses get the higher rewards."""
+    changes = {"rollout__engine": "recorded", "data__train_files": [str(case.parent / "train.jsonl")]}
+    seen = on_ranks(1, first_scores, case, "recorded", changes)
+    scores = [score for _, score in sorted(seen["scores"].items())]
+    assert len(scores) == 24
+    assert np.mean(np.array(scores[::2]) > np.array(scores[1::2])) > 0.9
+
+
 # --- what is refused -----------------------------------------------------------------------------------
 
 
