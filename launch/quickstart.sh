@@ -74,7 +74,7 @@ checkpoints  $run/ppo/checkpoints
 model        $run/ppo/final_hf                  (a Hugging Face folder; before PPO: $run/sft_model)
 
 more iterations, from the last checkpoint:
-  ${interpreter#"$PWD"/} -m megappo_cli ${ppo[*]} trainer.total_iterations=60
+  ${interpreter#"$PWD"/} -m megappo_cli ${ppo[*]} trainer.total_iterations=100
 
 done in $SECONDS s
 EOF

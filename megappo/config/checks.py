@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megappo.config.check_changes import check_changes
 from megappo.config.check_layout import check_layout
+from megappo.config.check_offline import check_offline
 from megappo.config.model_folder import ModelFacts, export_problem, read_model_folder, tokenizer_problem
 from megappo.config.problems import Problem
 from megappo.config.schema.actor import ActorConfig
@@ -46,6 +47,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
     yield from _check_lengths(config, facts)
     yield from _check_batches(config, world_size)
     yield from check_changes(config)
+    yield from check_offline(config)
     yield from _check_optim("actor.optim", config.actor.optim)
     if config.needs_critic:
         yield from _check_optim("critic.optim", config.critic.optim)
@@ -181,9 +183,7 @@ def _check_rewards(config: ExperimentConfig) -> Iterator[Problem]:
 def _check_rollout(config: ExperimentConfig) -> Iterator[Problem]:
     rollout = config.rollout
     if rollout.engine == "recorded":
-        if rollout.replay_dir is None:
-            yield Problem("rollout.replay_dir", "is required for engine recorded; give the folder", None)
-        elif not os.path.isdir(rollout.replay_dir):
+        if rollout.replay_dir is not None and not os.path.isdir(rollout.replay_dir):
             yield Problem("rollout.replay_dir", "no such folder; record rollouts first", rollout.replay_dir)
     elif rollout.replay_dir is not None:
         yield Problem("rollout.replay_dir", "is read by engine recorded only; set rollout.engine", rollout.replay_dir)
@@ -251,6 +251,8 @@ def _check_policy_loss(config: ExperimentConfig) -> Iterator[Problem]:
     if actor.policy_loss == "gspo" and actor.parallel.context_parallel_size > 1:
         text = "GSPO's ratio needs whole sequences on a rank: set actor.parallel.context_parallel_size to 1"
         yield Problem("actor.policy_loss", text, actor.policy_loss)
+    if actor.policy_loss == "rebel":
+        yield from _check_rebel(config)
     if actor.use_kl_loss and actor.kl_loss_coef == 0 and "actor.kl_loss_coef" not in config.schedules:
         text = "the KL loss has weight 0: a reference is run for the metric only"
         yield Problem("actor.kl_loss_coef", text, actor.kl_loss_coef, note=True)
@@ -270,6 +272,20 @@ def _check_sft_mix(config: ExperimentConfig, facts: ModelFacts | None) -> Iterat
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < mix.max_length:
         text = f"is more than actor.ppo_max_token_len_per_gpu ({actor.ppo_max_token_len_per_gpu}); lower it"
         yield Problem("actor.sft_mix.max_length", text, mix.max_length)
+
+
+def _check_rebel(config: ExperimentConfig) -> Iterator[Problem]:
+    if config.rollout.n < 2:
+        yield Problem("rollout.n", "policy_loss rebel compares responses of one prompt; use n >= 2", config.rollout.n)
+    if config.needs_critic:
+        text = "policy_loss rebel has no use for a critic; use rloo"
+        yield Problem("algorithm.adv_estimator", text, config.algorithm.adv_estimator)
+    if config.actor.loss_agg_mode != "seq-mean-token-sum":
+        text = "policy_loss rebel speaks of whole responses; use seq-mean-token-sum"
+        yield Problem("actor.loss_agg_mode", text, config.actor.loss_agg_mode)
+    if config.algorithm.correction.mode != "none":
+        text = "policy_loss rebel takes no importance weights; use none"
+        yield Problem("algorithm.correction.mode", text, config.algorithm.correction.mode)
 
 
 # --- lengths and batches -------------------------------------------------------------------------------

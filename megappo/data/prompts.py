@@ -231,6 +231,11 @@ class LengthReport:
     longest: int
     limit: int
 
+    @property
+    def notable(self) -> bool:
+        """Is there something that the user should know?"""
+        return self.dropped > 0
+
     def __str__(self) -> str:
         kept = f"{self.kept} of {self.total} prompts kept, longest {self.longest} tokens"
         return f"{kept}; {self.dropped} dropped as longer than {self.limit} tokens" if self.dropped else kept
@@ -296,18 +301,19 @@ class PromptDataset(Sequence[PromptRow]):
 
 
 def _prompt_row(index: int, source: SourceRow, text: str, ids: list[int]) -> PromptRow:
+    return PromptRow(index=index, prompt_ids=ids, prompt_text=text, **row_facts(source))
+
+
+def row_facts(source: SourceRow) -> dict[str, Any]:
+    """`data_source`, `ground_truth`, `extra_info` and `source` of a row, whatever else it holds."""
     reward_model = _mapping(source, "reward_model")
-    ground_truth = reward_model.get("ground_truth", source.data.get("ground_truth"))
     data_source = source.data.get("data_source")
-    return PromptRow(
-        index=index,
-        prompt_ids=ids,
-        prompt_text=text,
-        data_source="unknown" if data_source is None else str(data_source),
-        ground_truth=ground_truth,
-        extra_info=dict(_mapping(source, "extra_info")),
-        source=source.where,
-    )
+    return {
+        "data_source": "unknown" if data_source is None else str(data_source),
+        "ground_truth": reward_model.get("ground_truth", source.data.get("ground_truth")),
+        "extra_info": dict(_mapping(source, "extra_info")),
+        "source": source.where,
+    }
 
 
 def _mapping(source: SourceRow, column: str) -> Mapping[str, Any]:

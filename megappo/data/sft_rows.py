@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from megappo.data.batch import Placement, RolloutBatch, SampleInfo
-from megappo.data.prompts import PromptEncoder, SourceRow, check_messages, read_source_rows
+from megappo.data.conversations import Conversations, Exchange
+from megappo.data.prompts import SourceRow, check_messages, read_source_rows
 from megappo.errors import UserError
 
 MESSAGES_KEY = "messages"
@@ -71,28 +72,20 @@ class SftDataset(Sequence[SftRow]):
         max_length: int,
         chat_template: str | None = None,
     ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise UserError("model.tokenizer_path: the tokenizer has no EOS token: responses could never end")
-        self._eos = int(tokenizer.eos_token_id)
-        self._encoder = PromptEncoder(tokenizer, chat_template)
+        conversations = Conversations(tokenizer, chat_template)
         sources = read_source_rows(files)
-        parts = [self._texts(source, prompt_key, response_key) for source in sources]
-        prompts = self._encoder.encode_prompts([p[0] for p in parts], [p[2] for p in parts])
-        responses = self._encoder.encode([p[1] for p in parts])
+        replies = conversations.encode([_exchange(conversations, s, prompt_key, response_key) for s in sources])
 
         self._rows: list[SftRow] = []
         truncated = dropped = longest = 0
-        for source, (_, _, is_chat), prompt, response in zip(sources, parts, prompts, responses, strict=True):
-            if not prompt:
-                raise UserError(f"{source.where}: the prompt is empty: remove the row or fill it")
-            response = self._finish(response, is_chat)
-            longest = max(longest, len(prompt) + len(response))
-            room = max_length - len(prompt)
+        for source, reply in zip(sources, replies, strict=True):
+            longest = max(longest, len(reply))
+            room = max_length - len(reply.prompt_ids)
             if room <= 0:
                 dropped += 1
                 continue
-            truncated += len(response) > room
-            self._rows.append(SftRow(len(self._rows), prompt, response[:room], source.where))
+            truncated += len(reply.ids) > room
+            self._rows.append(SftRow(len(self._rows), reply.prompt_ids, reply.ids[:room], source.where))
         self.report = SftReport(len(sources), len(self._rows), truncated, dropped, longest, max_length)
         if not self._rows:
             raise UserError(
@@ -105,39 +98,23 @@ class SftDataset(Sequence[SftRow]):
     def __getitem__(self, index: Any) -> Any:
         return self._rows[index]
 
-    def _texts(self, source: SourceRow, prompt_key: str, response_key: str) -> tuple[str, str, bool]:
-        """(prompt text, response text, is a chat) of a row."""
-        row, where = source.data, source.where
-        if row.get(response_key) is None and row.get(MESSAGES_KEY) is not None:
-            messages = check_messages(row[MESSAGES_KEY], where)
-            if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise UserError(f"{where}: '{MESSAGES_KEY}' must end with an assistant turn after a user turn")
-            return self._chat_texts(messages[:-1], messages[-1], where)
-        for column in (prompt_key, response_key):
-            if row.get(column) is None:
-                raise UserError(
-                    f"{where}: no column '{column}': rows need '{prompt_key}' and '{response_key}', or '{MESSAGES_KEY}'"
-                )
-        prompt, response = row[prompt_key], row[response_key]
-        if not isinstance(response, str):
-            raise UserError(f"{where}: '{response_key}' must be a string, got {type(response).__name__}")
-        if isinstance(prompt, str):
-            return self._encoder.render(prompt, where), self._encoder.render(response, where), False
-        answer = {"role": "assistant", "content": response}
-        return self._chat_texts(check_messages(prompt, where), answer, where)
 
-    def _chat_texts(self, history: list, answer: dict, where: str) -> tuple[str, str, bool]:
-        prompt = self._encoder.render_chat(history, where, generation_prompt=True)
-        whole = self._encoder.render_chat([*history, answer], where, generation_prompt=False)
-        # A template that rewrites earlier turns once an answer exists has no common prefix: bare text then.
-        response = whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer["content"]
-        return prompt, response, True
-
-    def _finish(self, ids: list[int], is_chat: bool) -> list[int]:
-        """The ids with one EOS at the end. What a template writes after it is never generated: cut."""
-        if is_chat and self._eos in ids:
-            return ids[: len(ids) - ids[::-1].index(self._eos)]
-        return ids if ids[-1:] == [self._eos] else [*ids, self._eos]
+def _exchange(conversations: Conversations, source: SourceRow, prompt_key: str, response_key: str) -> Exchange:
+    row, where = source.data, source.where
+    if row.get(response_key) is None and row.get(MESSAGES_KEY) is not None:
+        messages = check_messages(row[MESSAGES_KEY], where)
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise UserError(f"{where}: '{MESSAGES_KEY}' must end with an assistant turn after a user turn")
+        return conversations.exchange(messages[:-1], messages[-1:], where)
+    for column in (prompt_key, response_key):
+        if row.get(column) is None:
+            raise UserError(
+                f"{where}: no column '{column}': rows need '{prompt_key}' and '{response_key}', or '{MESSAGES_KEY}'"
+            )
+    prompt, response = row[prompt_key], row[response_key]
+    if not isinstance(response, str):
+        raise UserError(f"{where}: '{response_key}' must be a string, got {type(response).__name__}")
+    return conversations.exchange(prompt, response, where)
 
 
 def row_batch(rows: Sequence[SftRow], placement: Placement, rank: int) -> RolloutBatch:

@@ -49,13 +49,18 @@ class EngineOptions:
 
 @dataclass
 class StepStats:
-    """One optimizer step: metric sums and maxima of this rank (reduce over ranks!), the same step result on all."""
+    """One optimizer step: metric sums and maxima of this rank (reduce over ranks!), the same step result on all.
+
+    `suspects`: after a step that was not applied, the samples (indices into the batch's `info`) of this rank's
+    micro-batches whose loss is not finite.
+    """
 
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norm: float
     lr: float
     applied: bool
+    suspects: tuple[int, ...] = ()
 
 
 class ModelEngine:
@@ -334,9 +339,11 @@ class ModelEngine:
             return part.loss
 
         tokens = int(batch.info.length[mini_batch].sum())
+        losses: list[tuple[list[int], Tensor]] = []
 
         def handle(micro: MicroBatch, output: Tensor) -> Tensor:
             part = self._loss(micro, self._rows(micro, output), loss, collect)
+            losses.append((micro.samples, part.detach()))
             return part * tokens if self.balances_experts else part
 
         if self.balances_experts:
@@ -350,12 +357,14 @@ class ModelEngine:
         self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True)
         with self.context:
             step = self.optimizer.step()
+        broken = [] if step.applied else [s for samples, part in losses if not part.isfinite().all() for s in samples]
         return StepStats(
             {name: float(value) for name, value in sums.items()},
             {name: float(value) for name, value in maxima.items()},
             step.grad_norm,
             step.lr,
             step.applied,
+            tuple(broken),
         )
 
     def _loss(self, micro: MicroBatch, rows: Tensor, loss: Loss, collect) -> Tensor:

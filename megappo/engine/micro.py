@@ -17,6 +17,7 @@ class MicroBatch:
     """One packed row on the device, or this context-parallel rank's part of it.
 
     Attributes:
+        samples: indices into the batch's `info` of what is in it.
         tokens: `[1, local]`, padded where the layout needs it.
         padding: `[1, local]` bool, True on padding.
         packed: boundaries for attention and rotary positions.
@@ -28,6 +29,7 @@ class MicroBatch:
         columns: what the loss reads, cut to `rows`.
     """
 
+    samples: list[int]
     tokens: Tensor
     padding: Tensor
     packed: PackedSequences
@@ -91,6 +93,7 @@ def prepare(
     target, local = place[wanted], index[wanted]
     last = here[starts[: len(lengths)] + torch.tensor(lengths, dtype=torch.int64) - 1]
     return MicroBatch(
+        samples=samples,
         tokens=tokens[packed.local][None].to(device),
         padding=~real[packed.local][None].to(device),
         packed=packed,

@@ -57,7 +57,7 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         raise UserError(f"{where}.url is only for type 'remote': remove it")
     reward = _BUILDERS[settings.type](settings, where)
     return Component(
-        name=settings.name or reward.name,
+        name=settings.name or (reward.name if reward else settings.type),
         reward=reward,
         weight=settings.weight,
         sources=settings.sources,
@@ -65,6 +65,7 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         standardize=settings.standardize,
         on_error=settings.on_error,
         neutral_score=settings.neutral_score,
+        recorded=settings.type == "recorded",
     )
 
 
@@ -143,10 +144,16 @@ def _remote(settings: RewardSettings, where: str) -> Reward:
     )
 
 
-_BUILDERS: dict[str, Callable[[RewardSettings, str], Reward]] = {
+def _recorded(settings: RewardSettings, where: str) -> None:
+    """The scores are in the data: the loop hands them over."""
+    _kwargs(settings, where)
+
+
+_BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "gsm8k": _gsm8k,
     "reasoning_gym": _reasoning_gym,
     "function": _function,
     "math": _math,
     "remote": _remote,
+    "recorded": _recorded,
 }

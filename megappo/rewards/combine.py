@@ -70,10 +70,14 @@ class CombinedReward:
             if hasattr(component.reward, "start"):
                 component.reward.start()
 
-    def check_sources(self, sources: Iterable[str]) -> None:
-        """UserError naming the first data source that no component covers."""
+    def check_sources(self, sources: Iterable[str], *, recorded: bool = False) -> None:
+        """UserError naming the first data source that no component covers.
+
+        Args:
+            recorded: the responses come from a data set, with the scores of components that are `recorded`.
+        """
         for source in sorted(set(sources)):
-            self._check_covered(source, "")
+            self._check_covered(source, "", self._active(recorded))
 
     def measure(self, samples: Sequence[RewardSample], given: Mapping[str, Sequence[float]] | None = None) -> Scored:
         """Score samples. Changes no statistics, so it serves for validation as well.
@@ -85,8 +89,9 @@ class CombinedReward:
             UserError: a sample has no component, or cannot be scored and its component says that this is fatal, or
                 its sum is not finite. The message names component and sample.
         """
+        active = self._active(any(c.recorded for name, c in self.components.items() if name in (given or {})))
         for sample in samples:
-            self._check_covered(sample.data_source, f"{sample}: ")
+            self._check_covered(sample.data_source, f"{sample}: ", active)
         columns = {name: c.measure(samples, (given or {}).get(name)) for name, c in self.components.items()}
         dropped = np.zeros(len(samples), bool)
         for name, column in columns.items():
@@ -176,8 +181,11 @@ class CombinedReward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_covered(self, source: str, where: str) -> None:
-        if not any(component.covers(source) for component in self.components.values()):
+    def _active(self, recorded: bool) -> list[Component]:
+        return [component for component in self.components.values() if recorded or not component.recorded]
+
+    def _check_covered(self, source: str, where: str, active: Sequence[Component]) -> None:
+        if not any(component.covers(source) for component in active):
             raise UserError(
                 f"rewards: {where}no reward covers data_source {source!r}: "
                 "add one, or add the source to rewards[i].sources"

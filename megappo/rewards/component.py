@@ -47,6 +47,7 @@ class Component:
     Attributes:
         name: unique within a run.
         reward: scores the samples; None: the caller supplies the scores (`CombinedReward.measure(…, given=…)`).
+        recorded: the scores stand in the data set beside the responses; it applies to no other responses.
         sources: glob patterns of the data sources it applies to; None: all.
         clip: range that scores are clipped to, before anything else.
         standardize: subtract the mean of all scores so far and divide by their standard deviation (training only).
@@ -61,6 +62,7 @@ class Component:
     standardize: bool = False
     on_error: OnError = "fail"
     neutral_score: float = 0.0
+    recorded: bool = False
     _covers: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def covers(self, source: str) -> bool:
@@ -81,6 +83,8 @@ class Component:
             UserError: a sample cannot be scored and `on_error` is "fail", or no single sample is at fault.
         """
         covered = np.array([self.covers(sample.data_source) for sample in samples], dtype=bool)
+        if self.recorded and given is None:
+            covered[:] = False
         mine = [sample for sample, on in zip(samples, covered, strict=True) if on]
         if self.reward is None:
             outcomes = self._given(samples, covered, given)

@@ -72,6 +72,7 @@ class GeneratedSample:
     `logprobs[t]` speaks about `response_ids[t]` (the stop token included) under the full, temperature-scaled
     distribution of the engine; see `sampling.sample_tokens`. `finish_reason`: "stop" (stop token or string),
     "length" (`max_new_tokens` reached: the response is cut), "abort" (given up by the engine: untrainable).
+    `loss_mask[t]`: the policy wrote the token, so it is trained on; None: it wrote all of them.
     """
 
     sample_id: int
@@ -81,6 +82,7 @@ class GeneratedSample:
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    loss_mask: list[bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class _Meta:
     group_id: list[int]
     prompt_len: list[int]
     length: list[int]
+    trainable: list[int]
     score: list[float]
     reward: list[float]
     dropped: list[bool]
@@ -94,6 +95,7 @@ def assemble(
         [s.group_id for s in samples],
         [len(s.prompt_ids) for s in samples],
         [len(s.prompt_ids) + len(s.response_ids) for s in samples],
+        [len(s.response_ids) if s.loss_mask is None else sum(s.loss_mask) for s in samples],
         list(scores),
         list(rewards),
         list(dropped),
@@ -118,7 +120,7 @@ def assemble(
         group_id=column("group_id", np.int64),
         prompt_len=prompt_len,
         length=length,
-        trainable=np.where(off, 0, length - prompt_len),
+        trainable=np.where(off, 0, column("trainable", np.int64)),
         score=column("score", np.float64),
         finish_reason=finish,
         weight_version=column("version", np.int64),
@@ -136,11 +138,10 @@ def assemble(
 def _columns(samples: Sequence[GeneratedSample], off: np.ndarray) -> dict[str, torch.Tensor]:
     """Columns of the samples held here; of those that are `off` nothing is trained on."""
     tokens = [t for s in samples for t in (*s.prompt_ids, *s.response_ids)]
-    mask = [
-        on
-        for s, unused in zip(samples, off.tolist(), strict=True)
-        for on in (*[False] * len(s.prompt_ids), *[not unused] * len(s.response_ids))
-    ]
+    mask: list[bool] = []
+    for s, unused in zip(samples, off.tolist(), strict=True):
+        mask += [False] * len(s.prompt_ids)
+        mask += [not unused] * len(s.response_ids) if unused or s.loss_mask is None else s.loss_mask
     logprobs = [x for s in samples for x in (*[0.0] * len(s.prompt_ids), *s.logprobs)]
     return {
         "tokens": torch.tensor(tokens, dtype=torch.int64),

@@ -72,6 +72,8 @@ def _check(sample: GeneratedSample) -> None:
         raise ValueError(f"{len(sample.logprobs)} logprobs for {len(sample.response_ids)} response tokens")
     if not all(isinstance(logprob, float | int) for logprob in sample.logprobs):
         raise ValueError("logprobs must be numbers")
+    if sample.loss_mask is not None and len(sample.loss_mask) != len(sample.response_ids):
+        raise ValueError(f"{len(sample.loss_mask)} mask entries for {len(sample.response_ids)} response tokens")
     if sample.finish_reason not in FINISH_REASONS:
         raise ValueError(f"finish_reason {sample.finish_reason!r} is not one of {', '.join(FINISH_REASONS)}")
 

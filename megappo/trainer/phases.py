@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from megappo.data.batch import RolloutBatch
 from megappo.data.prompts import PromptRow
 from megappo.engine.engine import ModelEngine, StepStats
 from megappo.engine.losses import Loss, PolicyLoss, ValueLoss
+from megappo.engine.totals import share_per_sample, total
 from megappo.observe.metrics import MetricAccumulator, summarize
 from megappo.parallel.reduce import gather_objects
 from megappo.rewards import hacking
@@ -27,13 +28,16 @@ from megappo.rewards.combine import Scored
 from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
+from megappo.rollout.offline import OfflineEngine, recorded_scores
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
-from megappo.trainer.planning import RolePlan, Step, budget, forward_micro_batches, role_plan
+from megappo.trainer.planning import RolePlan, Step, budget, even_placement, forward_micro_batches, role_plan
+from megappo.trainer.rebel import RebelTarget
 from megappo.trainer.setup import DTYPES, PPORun
 
 Metrics = dict[str, float]
+_SHOWN_IDS = 32  # of samples in a message
 _GREEDY_ID = 1 << 40  # ids of ReMax's greedy baselines, apart from the samples'
 
 
@@ -64,10 +68,14 @@ def draw(run: PPORun, prompts: int, rounds: int = 0) -> tuple[list[GeneratedSamp
     first = (run.iteration * config.algorithm.dynamic_sampling.rounds + rounds) * most * n
     pairs = make_requests(rows, n, first, config.trainer.seed, first_group=rounds * most)
     pairs = my_share(pairs, n)
+    requests, rows = [request for request, _ in pairs], [row for _, row in pairs]
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
-    samples = run.rollout.generate([request for request, _ in pairs], run.sampling)
-    return samples, [row for _, row in pairs]
+    if isinstance(run.rollout, OfflineEngine):
+        samples = run.rollout.recall(requests, rows)
+    else:
+        samples = run.rollout.generate(requests, run.sampling)
+    return samples, rows
 
 
 def record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False) -> None:
@@ -95,7 +103,11 @@ class Part:
 
 def measure(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> Scored:
     """Raw scores of this rank's responses; changes no statistics."""
-    return run.reward.measure(reward_samples(samples, rows, run.tokenizer))
+    given: dict[str, list[float]] = {}
+    if isinstance(run.rollout, OfflineEngine):
+        recorded = recorded_scores(samples, rows)
+        given = {name: recorded for name, component in run.reward.components.items() if component.recorded}
+    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
 
 
 def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
@@ -147,7 +159,7 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
     pairs = make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed, groups=groups)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
     record(run, answers, greedy=True)
-    scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
+    scores = run.reward.rewards(measure(run, answers, prompts))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
     everyone = gather_objects((groups, scores))
     baseline = np.empty(sum(len(part) for part, _ in everyone))
@@ -157,27 +169,17 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
 
 
 # ------------------------------------------------------------------ plans and forward passes
-def plan_actor(run: PPORun, batch: RolloutBatch) -> RolePlan:
-    actor, config = run.config.actor, run.config
+def plan_update(run: PPORun, role: str, batch: RolloutBatch) -> RolePlan:
+    """Mini- and micro-batches of the actor's or the critic's update."""
+    section, n = getattr(run.config, role), run.config.rollout.n
     return role_plan(
-        run.actor,
+        run.engines[role],
         batch.info.length,
-        actor.ppo_mini_batch_size * config.rollout.n,
-        budget(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
-        seed=(config.trainer.seed, run.iteration),
-        shuffle=actor.shuffle,
-    )
-
-
-def plan_critic(run: PPORun, batch: RolloutBatch) -> RolePlan:
-    critic, config = run.config.critic, run.config
-    return role_plan(
-        run.critic,
-        batch.info.length,
-        critic.ppo_mini_batch_size * config.rollout.n,
-        budget(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu),
-        seed=(config.trainer.seed, run.iteration),
-        shuffle=critic.shuffle,
+        section.ppo_mini_batch_size * n,
+        budget(section.use_dynamic_bsz, section.ppo_micro_batch_size_per_gpu, section.ppo_max_token_len_per_gpu),
+        seed=(run.config.trainer.seed, run.iteration),
+        shuffle=section.shuffle,
+        unit=n if run.config.actor.policy_loss == "rebel" else 1,
     )
 
 
@@ -197,14 +199,8 @@ def add_reference(run: PPORun, batch: RolloutBatch) -> None:
         ref.log_prob_micro_batch_size_per_gpu,
         ref.log_prob_max_token_len_per_gpu,
     )
-    if run.reference.layout == run.actor.layout:
-        placement = batch.placement
-    else:
-        everything = [np.arange(len(batch.info))]
-        from megappo.data.schedule import plan
-
-        owner = plan(batch.info.length, everything, run.reference.layout.dp, sizes).owner
-        placement = run.reference.placement(owner)
+    same = run.reference.layout == run.actor.layout
+    placement = batch.placement if same else even_placement(run.reference, batch.info.length, sizes)
     there = batch.only("tokens", "loss_mask").to(placement)
     micro = forward_micro_batches(run.reference, there.info.length, placement.owner, sizes)
     there["ref_logprobs"] = run.reference.forward(there, micro, "logprobs")["logprobs"]
@@ -224,20 +220,6 @@ def add_values(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> tuple[Rollou
     last = share_per_sample(run.critic, there, result["last_values"])
     run.critic.sleep()
     return there, last
-
-
-def total(engine: ModelEngine, local: torch.Tensor) -> torch.Tensor:
-    """Sum of `local` over a role's replicas, each counted once; the same on every rank of the run. Collective."""
-    full = local if engine.primary else torch.zeros_like(local)
-    dist.all_reduce(full)
-    return full
-
-
-def share_per_sample(engine: ModelEngine, batch: RolloutBatch, local: torch.Tensor) -> np.ndarray:
-    """A number for each sample held here → the array of all samples, on every rank. Collective."""
-    full = torch.zeros(len(batch.info), dtype=torch.float64)
-    full[torch.from_numpy(batch.indices)] = local.double()
-    return total(engine, full).numpy()
 
 
 # ------------------------------------------------------------------ rewards and advantages
@@ -358,6 +340,8 @@ class Update:
     role: str
     loss: Loss
     steps: list[StepStats | None]
+    sample_ids: np.ndarray
+    metrics: Metrics = field(default_factory=dict)  # what is known on every rank already
 
 
 def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
@@ -365,24 +349,27 @@ def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     loss = ValueLoss(critic.cliprange_value)
     steps = _steps(run, run.critic, batch, plan, loss, critic.ppo_epochs, critic.loss_agg_mode)
     run.critic.sleep()
-    return Update("critic", loss, steps)
+    return Update("critic", loss, steps, batch.info.sample_id)
 
 
 def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     actor = run.config.actor
+    examples: list[Step] = []
+    if run.sft_data is not None:
+        batch, examples = sft_mix.mixed_in(run, batch, [plan.minis[mini] for mini in plan.steps(actor.ppo_epochs)])
+    rebel = RebelTarget(run, batch, plan) if actor.policy_loss == "rebel" else None
+    kind = "reinforce" if rebel else actor.policy_loss  # -advantages * log-prob, with REBEL's coefficients
     loss = PolicyLoss(
-        PolicyLossConfig(actor.policy_loss, actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
+        PolicyLossConfig(kind, actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c),
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         kl_type=actor.kl_loss_type,
         corrected="correction" in batch.columns,
         sft_coef=None if run.sft_data is None else actor.sft_mix.coef,
     )
-    examples: list[Step] = []
-    if run.sft_data is not None:
-        batch, examples = sft_mix.mixed_in(run, batch, [plan.minis[mini] for mini in plan.steps(actor.ppo_epochs)])
-    steps = _steps(run, run.actor, batch, plan, loss, actor.ppo_epochs, actor.loss_agg_mode, examples)
-    return Update("actor", loss, steps)
+    epochs, mode = actor.ppo_epochs, actor.loss_agg_mode
+    steps = _steps(run, run.actor, batch, plan, loss, epochs, mode, examples, before=rebel)
+    return Update("actor", loss, steps, batch.info.sample_id, rebel.metrics() if rebel else {})
 
 
 def _steps(
@@ -394,11 +381,14 @@ def _steps(
     epochs: int,
     mode: str,
     examples: Sequence[Step] = (),
+    before: Callable[[int], None] | None = None,
 ) -> list[StepStats | None]:
-    """All optimizer steps of a role, each with its `examples` (none: without any)."""
+    """All optimizer steps of a role, each with its `examples` (none: without any), `before(mini)` before each."""
     norm_length = run.config.actor.loss_agg_norm_length
     steps = []
     for number, mini in enumerate(plan.steps(epochs)):
+        if before is not None:
+            before(mini)
         samples, micro_batches = plan.minis[mini], plan.micro_batches(mini)
         if examples:
             more, their_micro_batches = examples[number]
@@ -412,12 +402,24 @@ def update_metrics(run: PPORun, updates: list[Update]) -> Metrics:
     train at the same time."""
     metrics: Metrics = {}
     for update in updates:
-        metrics |= step_metrics(run.engines[update.role], update)
+        metrics |= step_metrics(run.engines[update.role], update) | update.metrics
+        if metrics[f"{update.role}/skipped_steps"]:
+            run.notes.append(skipped_steps(update, int(metrics[f"{update.role}/skipped_steps"])))
     if "actor/ratio_min_neg" in metrics:
         metrics["actor/ratio_min"] = -metrics.pop("actor/ratio_min_neg")
     if run.config.actor.use_kl_loss:
         metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
     return metrics
+
+
+def skipped_steps(update: Update, count: int) -> str:
+    """One line about steps whose loss or gradient was not finite, with the samples at fault. Collective."""
+    suspects = [sample for step in update.steps if step is not None for sample in step.suspects]
+    found = sorted({sample for part in gather_objects(suspects) for sample in part})
+    ids = ", ".join(str(update.sample_ids[sample]) for sample in found[:_SHOWN_IDS])
+    more = f" and {len(found) - _SHOWN_IDS} more" if len(found) > _SHOWN_IDS else ""
+    where = f"in the micro-batches of samples {ids}{more}" if found else "in the gradient; every loss is finite"
+    return f"{update.role}: {count} optimizer steps skipped on all ranks, not finite {where}"
 
 
 def step_metrics(engine: ModelEngine, update: Update) -> Metrics:

@@ -55,13 +55,26 @@ def role_plan(
     *,
     seed: tuple[int, ...],
     shuffle: bool,
+    unit: int = 1,
 ) -> RolePlan:
-    """Plan a role's update. `mini_batch_size` in samples. The same on every rank, without communication."""
-    minis = mini_batches(len(lengths), mini_batch_size, seed, shuffle)
+    """Plan a role's update. The same on every rank, without communication.
+
+    Args:
+        mini_batch_size: in samples.
+        unit: so many neighbouring samples (the responses of one prompt) stay in one mini-batch.
+    """
+    drawn = mini_batches(len(lengths) // unit, mini_batch_size // unit, seed, shuffle)
+    minis = [(units[:, None] * unit + np.arange(unit)).ravel() for units in drawn]
     layout = engine.layout
     schedule = plan(lengths, minis, layout.dp, budget, multiple_of=_multiple(engine))
     placement = engine.placement(schedule.owner)
     return RolePlan(minis, schedule, placement, engine.dp_rank, seed, shuffle)
+
+
+def even_placement(engine: ModelEngine, lengths: np.ndarray, budget: Budget) -> Placement:
+    """All samples spread evenly over a role's replicas, for a forward-only pass."""
+    schedule = plan(lengths, [np.arange(len(lengths))], engine.layout.dp, budget, multiple_of=_multiple(engine))
+    return engine.placement(schedule.owner)
 
 
 def forward_micro_batches(engine: ModelEngine, lengths: np.ndarray, owner: np.ndarray, budget: Budget) -> MicroBatches:

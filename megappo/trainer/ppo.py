@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megappo.checkpoint.hf import write_hf
 from megappo.config.schema import ExperimentConfig
 from megappo.errors import Interrupted
+from megappo.observe.memory import PeakMemory, peak_memory
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
 from megappo.trainer import phases, sampling_rounds
@@ -18,6 +19,7 @@ from megappo.trainer.evaluate import evaluate
 from megappo.trainer.external_eval import external_evaluation
 from megappo.trainer.guard import Event, Verdict
 from megappo.trainer.interrupt import StopRequest
+from megappo.trainer.offline import prepare_offline
 from megappo.trainer.recover import begin_guard, carry_out, guard_step, update_forbidden
 from megappo.trainer.resume import load_run, save_run, settle, store_of
 from megappo.trainer.setup import DTYPES, PPORun, build_run, configure, leave_recorded_rollouts, read_inputs
@@ -34,7 +36,7 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
     # The sinks come before the models, which may take minutes: a logger that is not installed shows at once.
     with closing(inputs.reward), closing(Watch(config, inputs.total_iterations)) as watch:
         for name, data in (("train_files", inputs.train_data), ("val_files", inputs.val_data)):
-            if data is not None and data.report.dropped:
+            if data is not None and data.report.notable:
                 watch.say(f"data.{name}: {data.report}")
         if inputs.sft_data is not None:
             watch.say(f"actor.sft_mix: {inputs.sft_data.report}")
@@ -46,6 +48,7 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
 def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
     trainer = run.config.trainer
     _begin(run, watch)
+    prepare_offline(run, watch)
     begin_guard(run)
     phases.sync_weights(run)
     metrics: dict[str, float] = {}
@@ -53,7 +56,7 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
         metrics = _evaluate(run, watch)
     stopping, verdict, events = stop.anywhere(), Verdict(), []
     while run.iteration < run.total_iterations and not stopping:
-        timer = Timer(backend.synchronize)
+        timer = Timer(backend.synchronize, memory=PeakMemory())
         with timer("step"):
             metrics = ppo_iteration(run, timer)
         run.iteration += 1
@@ -61,7 +64,7 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
         if _due(trainer.test_freq, run.iteration, last) and _evaluates(run) and not stopping:
             with timer("testing"):
                 metrics |= _evaluate(run, watch)
-        metrics |= timer.take()  # rules may watch times too
+        metrics |= timer.take() | peak_memory(timer.peaks())  # rules may watch times too
         events = guard_step(run, watch, metrics)
         verdict = Verdict.of(events)
         with timer("guard"):
@@ -72,6 +75,8 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
                 save_run(run, wait=last or stopping or not trainer.async_save)
         settle(run, wait=False)
         watch.log(run.iteration, metrics | timer.take())
+        while run.notes:
+            watch.say(f"iteration {run.iteration}: {run.notes.pop(0)}")
     if verdict.stop:
         raise _stopped(run, events)
     if run.iteration < run.total_iterations:
@@ -124,7 +129,7 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
         baseline = phases.greedy_baseline(run, samples, rows) if algorithm.adv_estimator == "remax" else None
     with timer("hacking"):
         metrics |= phases.hacking_watch(batch)
-    actor_plan = phases.plan_actor(run, batch)
+    actor_plan = phases.plan_update(run, "actor", batch)
     batch = batch.to(actor_plan.placement)
     with timer("old_log_prob"):
         phases.add_logprobs(run, batch)
@@ -134,7 +139,7 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     last_values = None
     if run.critic is not None:
         with timer("values"):
-            critic_plan = phases.plan_critic(run, batch)
+            critic_plan = phases.plan_update(run, "critic", batch)
             critic_batch, last_values = phases.add_values(run, batch, critic_plan)
     with timer("adv"):
         metrics |= phases.add_rewards(run, batch)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megappo.algorithms.kl_coefficient import KlCoefficient
 from megappo.checkpoint.hf import HFReader
 from megappo.config.schema import ExperimentConfig, ModelConfig, OptimConfig, ParallelConfig
+from megappo.data.offline import OfflineDataset, read_offline
 from megappo.data.prompts import PromptDataset, PromptSampler
 from megappo.data.sft_rows import SftDataset
 from megappo.engine.engine import EngineOptions, ModelEngine
@@ -21,6 +22,8 @@ from megappo.parallel import backend
 from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.combine import CombinedReward, build_reward
 from megappo.rollout.base import RolloutEngine, SamplingParams
+from megappo.rollout.offline import OfflineEngine
+from megappo.rollout.recorded import RecordedEngine
 from megappo.trainer.effective import batch_sizes, count_iterations, effective_config, largest_batch, optimizer_steps
 from megappo.trainer.guard import Guard
 
@@ -32,7 +35,7 @@ class Inputs:
     """What a run reads before any model is built, so that cheap mistakes show at once."""
 
     tokenizer: Any
-    train_data: PromptDataset
+    train_data: PromptDataset | OfflineDataset
     val_data: PromptDataset | None
     sampler: PromptSampler
     reward: CombinedReward
@@ -49,12 +52,13 @@ class PPORun:
         config: what is in force in this iteration, see `configure`.
         iteration: the next one to do, from 0; never goes back.
         data_position: prompts taken so far, from the start of the run.
+        notes: lines for the user about the iteration under way.
     """
 
     base: ExperimentConfig
     config: ExperimentConfig
     tokenizer: Any
-    train_data: PromptDataset
+    train_data: PromptDataset | OfflineDataset
     val_data: PromptDataset | None
     sampler: PromptSampler
     reward: CombinedReward
@@ -72,6 +76,7 @@ class PPORun:
     data_position: int = 0
     guard_introduced: bool = False
     engines: dict[str, ModelEngine] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     pending_save: Any = None  # resume.PendingCheckpoint
 
     @property
@@ -152,11 +157,16 @@ def stop_token_ids(path: str, tokenizer: Any, extra: list[int]) -> tuple[int, ..
     return tuple(sorted(found))
 
 
-def _build_rollout(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
+def _build_rollout(config: ExperimentConfig, tokenizer: Any, *, evaluated: bool) -> RolloutEngine:
+    if config.offline_data:
+        generates = evaluated or config.offline.fallback != "none"
+        return OfflineEngine(_build_embedded(config, tokenizer) if generates else None)
     if config.rollout.engine == "recorded":
-        from megappo.rollout.recorded import RecordedEngine
-
         return RecordedEngine(config.rollout.replay_dir, load_spec(config.model.path).vocab_size)
+    return _build_embedded(config, tokenizer)
+
+
+def _build_embedded(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
     from transformers import AutoConfig
 
     from megappo.rollout.embedded import EmbeddedEngine
@@ -175,7 +185,7 @@ def _build_rollout(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
 def read_inputs(config: ExperimentConfig) -> Inputs:
     """Tokenizer, prompts and reward; user code is loaded in its own process. `Inputs.reward` has to be closed.
 
-    Recorded rollouts hold no answers to validation prompts, which are not read then.
+    Replayed rollouts hold no answers to validation prompts, which are not read then.
     """
     data = config.data
     tokenizer = load_tokenizer(config.model.tokenizer_path)
@@ -185,15 +195,17 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
         "filter_overlong": data.filter_overlong_prompts,
         "chat_template": config.model.chat_template,
     }
-    train = PromptDataset(data.train_files, tokenizer, **common)
+    offline = config.offline_data
+    train = read_offline(config, tokenizer) if offline else PromptDataset(data.train_files, tokenizer, **common)
     val = None
-    if data.val_files and config.rollout.engine != "recorded":
+    if data.val_files and config.rollout.replay_dir is None:
         val = PromptDataset(data.val_files, tokenizer, max_samples=data.val_max_samples, **common)
     sampler = PromptSampler(len(train), largest_batch(config), config.trainer.seed, data.shuffle)
     iterations = count_iterations(config, len(train))
     sft_data = read_sft_mix(config, tokenizer)
     reward = build_reward(config.rewards)
-    reward.check_sources(row.data_source for part in (train, val) if part is not None for row in part)
+    reward.check_sources((row.data_source for row in train), recorded=offline)
+    reward.check_sources(row.data_source for row in val or ())
     try:
         reward.start()
     except BaseException:
@@ -260,7 +272,7 @@ def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
         actor=engines["actor"],
         critic=engines.get("critic"),
         reference=engines.get("reference"),
-        rollout=_build_rollout(config, inputs.tokenizer),
+        rollout=_build_rollout(config, inputs.tokenizer, evaluated=inputs.val_data is not None),
         sampling=SamplingParams(
             max_new_tokens=config.data.max_response_length,
             temperature=rollout.temperature,
@@ -289,11 +301,14 @@ def configure(run: PPORun) -> None:
 
 
 def leave_recorded_rollouts(run: PPORun) -> bool:
-    """Generate from now on instead of replaying; the caller sends the weights. False if the run does so anyway."""
-    from megappo.rollout.recorded import RecordedEngine
+    """Generate from now on instead of replaying; the caller sends the weights.
 
-    if not isinstance(run.rollout, RecordedEngine):
+    False if the run does so anyway, or if its rewards could not score new answers.
+    """
+    if not isinstance(run.rollout, RecordedEngine | OfflineEngine):
         return False
-    rollout = run.base.rollout.model_copy(update={"engine": "embedded"})
-    run.rollout = _build_rollout(run.base.model_copy(update={"rollout": rollout}), run.tokenizer)
+    if any(component.recorded for component in run.reward.components.values()):
+        return False
+    inner = run.rollout.inner if isinstance(run.rollout, OfflineEngine) else None
+    run.rollout = inner or _build_embedded(run.base, run.tokenizer)
     return True

@@ -121,7 +121,7 @@ class _Sft:
         plan, batch = self._batch([self.train[i] for i in indices], (self.config.trainer.seed, self.step))
         loss = NLLLoss()
         result = self.engine.train_step(batch, plan.minis[0], plan.micro_batches(0), loss, agg_mode="token-mean")
-        metrics = step_metrics(self.engine, Update("train", loss, [result]))
+        metrics = step_metrics(self.engine, Update("train", loss, [result], batch.info.sample_id))
         tokens = float(batch.info.length.sum())
         epoch = self.step // self.sampler.steps_per_epoch
         return metrics | {"perf/total_num_tokens": tokens, "training/epoch": float(epoch)}

@@ -35,7 +35,6 @@ def test_a_good_experiment_has_no_problems(exp):
         (["rollout.temperature=0"], "rollout.temperature"),
         (["rollout.top_p=0.9"], "rollout.top_p"),
         (["rollout.top_k=50"], "rollout.top_k"),
-        (["rollout.engine=recorded"], "rollout.replay_dir"),
         (["rollout.engine=recorded", "rollout.replay_dir=none"], "rollout.replay_dir"),
         (["rollout.replay_dir=model"], "rollout.replay_dir"),
         (["rewards=[]"], "rewards"),

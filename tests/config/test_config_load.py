@@ -190,7 +190,7 @@ def test_all_problems_come_at_once_one_line_each(exp):
         "actor.ppo_epochs = 4.0: needs a whole number; write 4",
         "actor.use_kl_loss = 'true': needs true or false; write true without quotes",
         "actor.clip_ratio = -1: must be > 0",
-        "actor.policy_loss = 'pppo': must be one of ppo, gspo, cispo, reinforce; did you mean ppo?",
+        "actor.policy_loss = 'pppo': must be one of ppo, gspo, cispo, reinforce, rebel; did you mean ppo?",
         "data.gamma = 1: unknown key here; it exists as algorithm.gamma",
         "data.train_files",
         "critic = [1]: is a section",

@@ -106,7 +106,12 @@ def move_everywhere(world: int) -> int:
     return moves
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def world(request) -> int:
+    """Number of ranks; tests of the same number follow each other."""
+    return request.param
+
+
 def test_columns_follow_their_samples_between_all_placements_and_back(world):
     assert on_ranks(world, move_everywhere, world) >= 3 * len(LAYOUTS[world])
 
@@ -120,7 +125,6 @@ def move_little(world: int) -> None:
             check_content(place(info, source).to(target), target)
 
 
-@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_own_nothing_take_part(world):
     on_ranks(world, move_little, world)
 
@@ -143,11 +147,10 @@ def move_nowhere(world: int) -> None:
         batch_module._exchange = real
 
 
-def test_an_equal_placement_sends_nothing():
-    on_ranks(2, move_nowhere, 2)
+def test_an_equal_placement_sends_nothing(world):
+    on_ranks(world, move_nowhere, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_holder_gets_each_sample_once_and_keeps_what_it_has(world):
     info = make_info(LENGTHS)
     for source, target in itertools.product(placements(world, len(info)), repeat=2):

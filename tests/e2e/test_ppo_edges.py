@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from ppo_case import config_of, read_metrics, write_case
 from safetensors.numpy import load_file
 from warm_ranks import on_ranks
@@ -48,46 +49,6 @@ def edited(recorded, name: str, change):
         change(sample)
     file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return folder
-
-
-# --- few prompts for many ranks --------------------------------------------------------------------------
-
-FEW = {
-    "data__train_batch_size": 2,
-    "actor__ppo_mini_batch_size": 2,
-    "rollout__n": 1,
-    "trainer__total_iterations": 2,
-    "trainer__val_before_train": True,
-}
-
-
-def few(yaml_file, out: str, world: int, changes: dict) -> list[dict]:
-    return run(yaml_file, out, world, **FEW, data__val_files=[str(yaml_file.parent / "val.jsonl")], **changes)
-
-
-def test_ranks_without_a_prompt_or_a_sample_change_nothing(case):
-    """Two prompts and three validation prompts on four ranks; the reference has four replicas for two samples."""
-    actor = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    want = on_ranks(1, few, case, "few_1", 1, {})
-    got = on_ranks(4, few, case, "few_4", 4, {"actor__parallel": actor, "reference__parallel": {}})
-    assert len(got) == len(want) == 3
-    for line, expected in zip(got, want, strict=True):
-        assert line.keys() == expected.keys()
-        for key, value in expected.items():
-            if not key.startswith(("timing_s/", "perf/t")):
-                assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (line["step"], key)
-
-
-def uneven(yaml_file, out: str, world: int) -> list[dict]:
-    changes = {"data__train_batch_size": 3, "actor__ppo_mini_batch_size": 3, "trainer__total_iterations": 2}
-    return run(yaml_file, out, world, **changes)
-
-
-def test_samples_that_do_not_divide_by_the_ranks_change_nothing(case):
-    want, got = on_ranks(1, uneven, case, "uneven_1", 1), on_ranks(4, uneven, case, "uneven_4", 4)
-    for line, expected in zip(got, want, strict=True):
-        for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/score/mean", "actor/kl_loss"):
-            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (line["step"], key)
 
 
 # --- untrainable samples ---------------------------------------------------------------------------------
@@ -260,3 +221,73 @@ def test_the_exported_model_is_what_the_last_update_left(case, recorded):
     name = "model.layers.0.mlp.up_proj.weight"
     assert np.array_equal(model.state_dict()[name].numpy(), stored[name])
     assert not np.array_equal(stored[name], start[name])
+
+
+# --- numbers that are not finite ---------------------------------------------------------------------------
+
+
+def broken(yaml_file, world: int, broken_id: int) -> tuple[list[dict], list[list[str]]]:
+    """Two iterations; in the second the advantages of one sample are NaN. Metrics, and every rank's notes."""
+    real, skipped, notes = phases.add_advantages, phases.skipped_steps, []
+
+    def poison(run_, batch, last_values, baseline):
+        real(run_, batch, last_values, baseline)
+        hit = batch.info.sample_id == broken_id
+        batch["advantages"] = batch["advantages"] + batch.sample_values(np.where(hit, math.nan, 0.0)).repeat_interleave(
+            batch.cu_seqlens.diff()
+        )
+
+    def note(update, count):
+        notes.append(skipped(update, count))
+        return notes[-1]
+
+    phases.add_advantages, phases.skipped_steps = poison, note
+    changes = {"actor__ppo_mini_batch_size": 3, "actor__ppo_micro_batch_size_per_gpu": 1, "actor__ppo_epochs": 1}
+    try:
+        lines = run(yaml_file, f"broken_{world}", world, trainer__total_iterations=2, **changes)
+    finally:
+        phases.add_advantages, phases.skipped_steps = real, skipped
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, notes)
+    return lines, everyone
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_its_sample_named(case, world):
+    lines, notes = on_ranks(world, broken, case, world, 12 + 5)
+    assert [line["actor/skipped_steps"] for line in lines] == [0, 1]
+    assert [line["critic/skipped_steps"] for line in lines] == [0, 0]
+    assert math.isfinite(lines[1]["actor/grad_norm"])  # of the other step
+    expected = "actor: 1 optimizer steps skipped on all ranks, not finite in the micro-batches of samples 17"
+    assert notes == [[expected]] * world
+
+
+# --- few prompts for many ranks --------------------------------------------------------------------------
+
+FEW = {
+    "data__train_batch_size": 2,
+    "actor__ppo_mini_batch_size": 2,
+    "rollout__n": 1,
+    "trainer__total_iterations": 2,
+    "trainer__val_before_train": True,
+}
+UNEVEN = {"data__train_batch_size": 3, "actor__ppo_mini_batch_size": 3, "trainer__total_iterations": 2}
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def few_and_uneven(yaml_file, world: int, few_changes: dict) -> tuple[list[dict], list[dict]]:
+    few = FEW | {"data__val_files": [str(yaml_file.parent / "val.jsonl")]} | few_changes
+    return run(yaml_file, f"few_{world}", world, **few), run(yaml_file, f"uneven_{world}", world, **UNEVEN)
+
+
+def test_ranks_without_a_prompt_or_a_sample_and_shares_that_do_not_divide_change_nothing(case):
+    """Two prompts and three validation prompts on four ranks; the reference has four replicas for two samples."""
+    alone = on_ranks(1, few_and_uneven, case, 1, {})
+    together = on_ranks(4, few_and_uneven, case, 4, {"actor__parallel": TP2_PP2, "reference__parallel": {}})
+    assert [len(lines) for lines in together] == [len(lines) for lines in alone] == [3, 2]
+    for got, want in zip(together, alone, strict=True):
+        for line, expected in zip(got, want, strict=True):
+            assert line.keys() == expected.keys()
+            for key, value in expected.items():
+                if not key.startswith(("timing_s/", "perf/")):
+                    assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (line["step"], key)

@@ -18,6 +18,8 @@ PLAIN = {  # nothing but the estimator between score and advantage
     "algorithm__use_kl_in_reward": False,
 }
 ONE_STEP = {"actor__ppo_epochs": 1, "actor__ppo_mini_batch_size": 6}  # the ratio is 1: the loss is known
+REBEL = {"algorithm__adv_estimator": "rloo", "actor__policy_loss": "rebel", "actor__rebel_eta": 2.0}
+REBEL |= {"actor__loss_agg_mode": "seq-mean-token-sum", "actor__optim__lr": 1e-5}
 CASES = {
     "gae": {},
     "grpo": {"algorithm__adv_estimator": "grpo"},
@@ -30,6 +32,8 @@ CASES = {
     "gspo": {"algorithm__adv_estimator": "grpo", "actor__policy_loss": "gspo", **ONE_STEP},
     "cispo": {"algorithm__adv_estimator": "grpo", "actor__policy_loss": "cispo", **ONE_STEP},
     "reinforce": {"algorithm__adv_estimator": "grpo", "actor__policy_loss": "reinforce", **ONE_STEP},
+    "rebel": {**REBEL, **ONE_STEP},
+    "rebel_steps": REBEL,
     "sequence_means": {"algorithm__adv_estimator": "rloo", **ONE_STEP}
     | {"actor__loss_agg_mode": "seq-mean-token-mean", "actor__policy_loss": "gspo"},
     "shaped": {
@@ -69,7 +73,7 @@ def run_cases(yaml_file, cases: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    return write_case(tmp_path_factory.mktemp("estimators"))
+    return write_case(tmp_path_factory.mktemp("estimators"), layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -144,33 +148,6 @@ def test_remax_subtracts_the_shaped_score_of_the_greedy_answer(runs):
             assert baseline.min() >= 0.05 - 0.5 - 1e-6 and baseline.max() <= 0.3 + 1e-6
 
 
-RECORDED = {"remax": CASES["remax"], "grpo": CASES["grpo"], "plain": CASES["reinforce_plus_plus_baseline"]}
-
-
-def record(yaml_file, name: str) -> list[dict]:
-    out = yaml_file.parent / f"{name}_recording"
-    places = {"trainer__output_dir": str(out), "rollout__record_dir": str(out / "rollouts")}
-    run_ppo(config_of(yaml_file, **PLAIN | RECORDED[name] | places))
-    return read_metrics(out)
-
-
-def replay(yaml_file, name: str, world: int) -> list[dict]:
-    out, recorded = yaml_file.parent / f"{name}_on_{world}", yaml_file.parent / f"{name}_recording/rollouts"
-    places = {"trainer__output_dir": str(out), "rollout__replay_dir": str(recorded), "rollout__engine": "recorded"}
-    run_ppo(config_of(yaml_file, world, **PLAIN | RECORDED[name] | places))
-    return read_metrics(out)
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_groups_spread_over_replicas_are_compared_all_the_same(case, name):
-    """Two answers to a prompt may be trained on different replicas; greedy baselines are recorded, too."""
-    want, got = on_ranks(1, record, case, name), on_ranks(2, replay, case, name, 2)
-    for line, expected in zip(got, want, strict=True):
-        for key, value in expected.items():
-            if not key.startswith(("timing_s/", "perf/t", "sync/")):
-                assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (line["step"], key)
-
-
 def test_policy_losses_at_ratio_one(runs):
     for name in ("ppo", "gspo", "cispo", "reinforce", "sequence_means"):
         metrics, _, columns = runs[name]
@@ -182,3 +159,48 @@ def test_policy_losses_at_ratio_one(runs):
             rows = columns["row"][mask]
             want = np.mean([terms[rows == row].mean() for row in np.unique(rows)])
         assert metrics[0]["actor/pg_loss"] == pytest.approx(want, rel=1e-4, abs=1e-6), name
+
+
+def test_rebel_regresses_on_the_difference_of_the_rewards(runs):
+    """At the old policy all log-ratios are 0: the objective is half the mean squared difference of the rewards."""
+    metrics, info, columns = runs["rebel"]
+    scores = info["score"].reshape(6, 2)
+    differences = scores[:, 0] - scores[:, 1]
+    assert metrics[0]["actor/rebel_loss"] == pytest.approx(0.5 * np.mean(differences**2), rel=1e-5)
+    want = 4 * (scores - scores.mean(1, keepdims=True)) / 2.0  # eta is 2
+    assert np.allclose(per_sample(columns, "advantages"), want.reshape(-1), atol=1e-6)
+    later = runs["rebel_steps"][0][0]  # four steps on the same differences
+    assert later["actor/rebel_loss"] < metrics[0]["actor/rebel_loss"]
+
+
+RECORDED = ("remax", "grpo", "reinforce_plus_plus_baseline", "rebel_steps")
+
+
+def record(yaml_file) -> dict[str, list[dict]]:
+    metrics = {}
+    for name in RECORDED:
+        out = yaml_file.parent / f"{name}_recording"
+        places = {"trainer__output_dir": str(out), "rollout__record_dir": str(out / "rollouts")}
+        run_ppo(config_of(yaml_file, **PLAIN | CASES[name] | places))
+        metrics[name] = read_metrics(out)
+    return metrics
+
+
+def replay(yaml_file) -> dict[str, list[dict]]:
+    metrics = {}
+    for name in RECORDED:
+        out, recorded = yaml_file.parent / f"{name}_replay", yaml_file.parent / f"{name}_recording/rollouts"
+        places = {"trainer__output_dir": str(out), "rollout__replay_dir": str(recorded)}
+        run_ppo(config_of(yaml_file, 2, rollout__engine="recorded", **PLAIN | CASES[name] | places))
+        metrics[name] = read_metrics(out)
+    return metrics
+
+
+def test_groups_spread_over_replicas_are_compared_all_the_same(case):
+    """Two answers to a prompt may be trained on different replicas; greedy baselines are recorded, too."""
+    recorded, replayed = on_ranks(1, record, case), on_ranks(2, replay, case)
+    for name in RECORDED:
+        for line, expected in zip(replayed[name], recorded[name], strict=True):
+            for key, value in expected.items():
+                if not key.startswith(("timing_s/", "perf/", "sync/")):
+                    assert line[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, line["step"], key)

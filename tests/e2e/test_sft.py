@@ -91,25 +91,10 @@ def test_it_learns_and_reports_the_loss_of_transformers(case, alone):
 
 
 def same_but_for_time(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/t"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
 
 
-TP2 = {"sft__parallel__tensor_model_parallel_size": 2}
-LAYOUTS = {
-    "tp2_sp": TP2 | {"sft__parallel__sequence_parallel": True},
-    "pp2": {"sft__parallel__pipeline_model_parallel_size": 2},
-    "dp2_packed": {"sft__use_dynamic_bsz": True, "sft__max_token_len_per_gpu": 20},
-}
-
-
-def test_every_layout_learns_the_same(case, alone):
-    on_ranks(2, run_each, case, LAYOUTS)
-    for name in LAYOUTS:
-        for line, expected in zip(read_metrics(case.parent / name), read_metrics(alone), strict=True):
-            assert same_but_for_time(line) == pytest.approx(same_but_for_time(expected), rel=1e-4, abs=1e-6), name
-
-
-def interrupt_after(yaml_file: Path, out: str, step: int, changes: dict) -> Interrupted | None:
+def interrupt_after(yaml_file: Path, out: str, step: int, changes: dict) -> tuple[str, int] | None:
     """Ask rank 0 to stop while it works on `step` (1-based)."""
     real = sft._Sft._train_step
 
@@ -128,12 +113,7 @@ def interrupt_after(yaml_file: Path, out: str, step: int, changes: dict) -> Inte
     return None
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_resumed_run_is_bit_equal(case, alone, world):
-    changes = TP2 if world == 2 else {}
-    if world == 2:
-        on_ranks(2, run_each, case, {"straight_2": changes})
-    straight = alone if world == 1 else case.parent / "straight_2"
+def check_resumed(case: Path, world: int, straight: Path, changes: dict) -> None:
     out = f"resumed_{world}"
     message, code = on_ranks(world, interrupt_after, case, out, 3, changes)
     assert code == 130 and "interrupted after step 3; the newest checkpoint is" in message
@@ -144,6 +124,10 @@ def test_a_resumed_run_is_bit_equal(case, alone, world):
     weights = load_file(straight / "model/model.safetensors")
     others = load_file(case.parent / out / "model/model.safetensors")
     assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_one_process_resumes_bit_equal(case, alone):
+    check_resumed(case, 1, alone, {})
 
 
 def told(yaml_file: Path, out: str, changes: dict) -> str:
@@ -161,10 +145,11 @@ def test_an_interrupt_without_checkpoints_says_so(case):
     assert not (case.parent / "unsaved/checkpoints").exists()
 
 
-def test_a_new_run_keeps_earlier_checkpoints_apart(case, alone):
-    text = on_ranks(1, told, case, "alone", {"trainer__resume": "never", "sft__total_steps": 1})
-    assert f"the earlier checkpoints are now in {alone / 'checkpoints.1'}" in text and "resumed" not in text
-    assert [p.name for p in (alone / "checkpoints").glob("iter_*")] == ["iter_000001"]
+def test_a_new_run_keeps_earlier_checkpoints_apart(case):
+    text = on_ranks(1, told, case, "resumed_1", {"trainer__resume": "never", "sft__total_steps": 1})
+    folder = case.parent / "resumed_1"
+    assert f"the earlier checkpoints are now in {folder / 'checkpoints.1'}" in text and "resumed after" not in text
+    assert [p.name for p in (folder / "checkpoints").glob("iter_*")] == ["iter_000001"]
 
 
 def test_what_does_not_fit_is_reported_or_refused(case):
@@ -173,3 +158,23 @@ def test_what_does_not_fit_is_reported_or_refused(case):
     text = on_ranks(1, told, case, "few", {"sft__batch_size": 25})
     assert text.startswith("error: sft.batch_size is 25 but sft.train_files hold 24 examples")
     assert not (case.parent / "few").exists()
+
+
+TP2 = {"sft__parallel__tensor_model_parallel_size": 2}
+LAYOUTS = {
+    "tp2_sp": TP2 | {"sft__parallel__sequence_parallel": True},
+    "pp2": {"sft__parallel__pipeline_model_parallel_size": 2},
+    "dp2_packed": {"sft__use_dynamic_bsz": True, "sft__max_token_len_per_gpu": 20},
+}
+
+
+def test_every_layout_learns_the_same(case, alone):
+    on_ranks(2, run_each, case, LAYOUTS)
+    for name in LAYOUTS:
+        for line, expected in zip(read_metrics(case.parent / name), read_metrics(alone), strict=True):
+            assert same_but_for_time(line) == pytest.approx(same_but_for_time(expected), rel=1e-4, abs=1e-6), name
+
+
+def test_two_ranks_resume_bit_equal(case):
+    on_ranks(2, run_each, case, {"straight_2": TP2})
+    check_resumed(case, 2, case.parent / "straight_2", TP2)

@@ -78,7 +78,7 @@ def case(tmp_path_factory):
 
 
 def same_but_for_time(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/t"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
 
 
 def checkpoint_state(folder) -> dict:
@@ -86,10 +86,8 @@ def checkpoint_state(folder) -> dict:
     return {key: state[key] for key in ("iteration", "optimizers", "kl_controller", "weight_version")}
 
 
-@pytest.mark.parametrize(("world", "cases"), [(1, ONE_RANK), (2, TWO_RANKS)])
-def test_a_resumed_run_is_bit_equal(case, world, cases):
-    on_ranks(world, straight_and_resumed, case, cases, timeout=200)
-    for name in cases:
+def check_bit_equal(case, names) -> None:
+    for name in names:
         straight, resumed = case.parent / f"{name}_straight", case.parent / f"{name}_resumed"
         lines, again = read_metrics(straight), read_metrics(resumed)
         assert [line["step"] for line in again] == [1, 2, 3, 4]
@@ -107,36 +105,46 @@ def test_a_resumed_run_is_bit_equal(case, world, cases):
         assert abs(lines[2]["actor/reward_kl_penalty"]) > 0.005  # against the first policy, not the resumed one
 
 
-def resume_in(yaml_file, source: str, layouts: dict) -> None:
-    for name, changes in layouts.items():
-        folder = yaml_file.parent / name
-        if dist.get_rank() == 0:
-            shutil.copytree(yaml_file.parent / source, folder)
-        dist.barrier()
-        run_ppo(settings(yaml_file, name, **changes))
+def test_two_ranks_resume_bit_equal(case):
+    on_ranks(2, straight_and_resumed, case, TWO_RANKS)
+    check_bit_equal(case, TWO_RANKS)
 
 
-def interrupted_run(yaml_file, out: str, changes: dict) -> None:
-    interrupt_in_iteration(2, settings(yaml_file, out, **changes))
+def resume_copy(yaml_file, name: str, changes: dict) -> None:
+    """Continue a copy of the run that two tensor-parallel ranks have begun."""
+    if dist.get_rank() == 0:
+        shutil.copytree(yaml_file.parent / "by_tp2", yaml_file.parent / name)
+    dist.barrier()
+    run_ppo(settings(yaml_file, name, **changes))
+
+
+def begin_and_change_layout(yaml_file) -> None:
+    interrupt_in_iteration(2, settings(yaml_file, "by_tp2", **TP2))
+    resume_copy(yaml_file, "then_pp2", PP2)
+    resume_copy(yaml_file, "then_dp2", {})
+
+
+def continue_alone(yaml_file) -> None:
+    run_ppo(settings(yaml_file, "alone"))
+    resume_copy(yaml_file, "then_alone", {})
 
 
 def test_another_layout_continues_the_run(case):
-    """Saved by two tensor-parallel ranks; continued by one, by two pipeline stages and by two replicas."""
-    on_ranks(1, run_alone, case)
-    on_ranks(2, interrupted_run, case, "by_tp2", TP2)
-    on_ranks(1, resume_in, case, "by_tp2", {"then_one": {}})
-    on_ranks(2, resume_in, case, "by_tp2", {"then_pp2": PP2, "then_dp2": {}})
+    """Saved by two tensor-parallel ranks; continued by two pipeline stages, by two replicas and by one process."""
+    on_ranks(2, begin_and_change_layout, case)
+    on_ranks(1, continue_alone, case)
     want = read_metrics(case.parent / "alone")
-    for name in ("then_one", "then_pp2", "then_dp2"):
+    for name in ("then_pp2", "then_dp2", "then_alone"):
         got = read_metrics(case.parent / name)
         for line, expected in zip(got, want, strict=True):
             for key, value in expected.items():
-                if not key.startswith(("timing_s/", "perf/t")):
+                if not key.startswith(("timing_s/", "perf/")):
                     assert line[key] == pytest.approx(value, rel=1e-4, abs=2e-6), (name, line["step"], key)
 
 
-def run_alone(yaml_file) -> None:
-    run_ppo(settings(yaml_file, "alone"))
+def test_one_process_resumes_bit_equal(case):
+    on_ranks(1, straight_and_resumed, case, ONE_RANK)
+    check_bit_equal(case, ONE_RANK)
 
 
 def interrupted_before_it_began(yaml_file) -> str:

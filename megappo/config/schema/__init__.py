@@ -15,6 +15,7 @@ from megappo.config.schema.data import DataConfig
 from megappo.config.schema.experiment import GROUP_ESTIMATORS, INHERITS, ExperimentConfig
 from megappo.config.schema.guard import GuardActionConfig, GuardConfig, GuardRuleConfig, KlBandConfig
 from megappo.config.schema.model import ModelConfig
+from megappo.config.schema.offline import OfflineConfig
 from megappo.config.schema.optim import CriticOptimConfig, OptimConfig, SftOptimConfig
 from megappo.config.schema.parallel import ParallelConfig
 from megappo.config.schema.reference import ReferenceConfig
@@ -47,6 +48,7 @@ __all__ = [
     "KlType",
     "LossAggMode",
     "ModelConfig",
+    "OfflineConfig",
     "OptimConfig",
     "OverlongConfig",
     "ParallelConfig",

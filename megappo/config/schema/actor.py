@@ -63,8 +63,13 @@ class ActorConfig(Section):
     )
     shuffle: bool = key(True, "Draw mini-batches at random, and visit them in a new order in every PPO epoch.")
 
-    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = key(
-        "ppo", "Loss: clipped PPO, sequence-level GSPO, CISPO, or plain REINFORCE."
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce", "rebel"] = key(
+        "ppo",
+        "Loss: clipped PPO, sequence-level GSPO, CISPO, plain REINFORCE, or REBEL (regression on the reward "
+        "differences of a prompt's responses).",
+    )
+    rebel_eta: float = key(
+        1.0, "Step of REBEL: the log-ratios of two responses are to differ by this times their rewards.", gt=0
     )
     clip_ratio: float = key(0.2, "PPO clip range: the ratio is clipped to 1 ± this.", gt=0)
     clip_ratio_low: float | None = key(None, "Lower clip range: ratio >= 1 - this; null: clip_ratio.", gt=0)

@@ -16,3 +16,9 @@ class DataConfig(Section):
     shuffle: bool = key(True, "New order of the training prompts in every epoch.")
     filter_overlong_prompts: bool = key(True, "Drop prompts longer than max_prompt_length; false: they are an error.")
     val_max_samples: int | None = key(None, "Use the first so many validation prompts (prompts); null: all.", ge=1)
+    max_noise: float = key(
+        0.12,
+        "Largest share of contradictory or identical preference pairs in offline data; more is refused (0 to 1).",
+        ge=0,
+        le=1,
+    )

@@ -7,8 +7,9 @@ from megappo.config.schema.algorithm import AlgorithmConfig
 from megappo.config.schema.base import Section, key, sub
 from megappo.config.schema.critic import CriticConfig
 from megappo.config.schema.data import DataConfig
-from megappo.config.schema.guard import GuardConfig
+from megappo.config.schema.guard import GuardConfig, drift_rule
 from megappo.config.schema.model import ModelConfig
+from megappo.config.schema.offline import OfflineConfig
 from megappo.config.schema.reference import ReferenceConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.schema.rollout import RolloutConfig
@@ -60,6 +61,7 @@ class ExperimentConfig(Section):
         ReferenceConfig, "The frozen policy; used with use_kl_loss or use_kl_in_reward only."
     )
     rollout: RolloutConfig = sub(RolloutConfig, "Who generates the responses and how they are sampled.")
+    offline: OfflineConfig = sub(OfflineConfig, "PPO on a fixed data set of responses.")
     algorithm: AlgorithmConfig = sub(AlgorithmConfig, "Advantages, KL in the reward, shaping, correction.")
     rewards: list[RewardConfig] = key([], "Reward functions; a response's score is their weighted sum.")
     data: DataConfig = sub(DataConfig, "Prompts for training and validation.")
@@ -77,13 +79,19 @@ class ExperimentConfig(Section):
         """A frozen policy exists only where some KL to it is used."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
+    @property
+    def offline_data(self) -> bool:
+        """The responses come from the rows of data.train_files."""
+        return self.rollout.engine == "recorded" and self.rollout.replay_dir is None
+
     def resolved(self) -> Self:
         """A copy in which every key of `INHERITS` is concrete and the guard's preset is written out. Idempotent.
 
         A key that inherits its value from another one inherits that one's schedule too.
         """
         out = self.model_copy(deep=True)
-        out.guard = out.guard.expanded()
+        own = [drift_rule(self.offline.max_drift)] if self.offline_data and self.offline.fallback != "none" else []
+        out.guard = out.guard.expanded(own)
         for name, source in INHERITS.items():
             owner, field = _owner(out, name)
             if owner is not None and getattr(owner, field) is None:

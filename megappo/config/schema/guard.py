@@ -1,6 +1,7 @@
 """`guard`: rules over logged metrics, and what to do when one fires."""
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -153,14 +154,25 @@ class GuardConfig(Section):
         """Is there anything to watch?"""
         return self.kl_band is not None or any(rule.enabled for rule in self.rules)
 
-    def expanded(self) -> Self:
-        """A copy with the preset's rules written out, the file's own ones first. Idempotent."""
+    def expanded(self, more: Sequence[GuardRuleConfig] = ()) -> Self:
+        """A copy with the preset's rules and `more` written out, the file's own ones first. Idempotent."""
         from megappo.config.schema.guard_presets import KL_BANDS, preset_rules
 
-        left = {rule.name: rule for rule in preset_rules(self.preset)}
+        left = {rule.name: rule for rule in (*preset_rules(self.preset), *more)}
         rules = [_merge(left.pop(rule.name, None), rule) for rule in self.rules]
         band = self.kl_band or KL_BANDS.get(self.preset)
         return self.model_copy(update={"rules": [*rules, *left.values()], "kl_band": band}, deep=True)
+
+
+def drift_rule(max_drift: float) -> GuardRuleConfig:
+    """The rule behind offline.max_drift; a rule of the file with its name changes it, as it does with a preset's."""
+    return GuardRuleConfig(
+        name="off_policy_drift",
+        metric="rollout_corr/k3_kl",
+        above=max_drift,
+        actions=[GuardActionConfig(on_policy=True), GuardActionConfig(warn=True)],
+        message="the policy has left the recorded data behind",
+    )
 
 
 def _merge(base: GuardRuleConfig | None, change: GuardRuleConfig) -> GuardRuleConfig:

@@ -28,10 +28,10 @@ def _metric_name(name: str) -> str:
 class RewardConfig(Section):
     """One reward."""
 
-    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote"] = key(
+    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote", "recorded"] = key(
         ...,
         "gsm8k: number after ####; math: math-verify decides; reasoning_gym: the task's own scorer; function: your "
-        "own (see path); remote: an HTTP server (see url).",
+        "own (see path); remote: an HTTP server (see url); recorded: the scores in the offline data.",
     )
     name: Annotated[str, AfterValidator(_metric_name)] | None = key(
         None, "Name in metrics and errors; null: the type, or the function's name."

@@ -33,7 +33,9 @@ class RolloutConfig(Section):
     """Generation of the training samples."""
 
     engine: Literal["embedded", "recorded"] = key(
-        "embedded", "embedded: generate in this process; recorded: read rollouts from replay_dir."
+        "embedded",
+        "embedded: generate in this process; recorded: the responses in data.train_files (see offline), or the "
+        "rollouts in replay_dir.",
     )
     n: int = key(1, "Responses per prompt (samples); group estimators need at least 2.", ge=1)
     temperature: float = key(1.0, "Sampling temperature; also divides the actor's logits in training.", ge=0)
@@ -45,7 +47,11 @@ class RolloutConfig(Section):
         65536, "Tokens in the embedded engine's key/value cache on a rank, prompts included (tokens).", ge=1
     )
     record_dir: str | None = key(None, "Folder to write each iteration's rollouts to; null: none.", path=True)
-    replay_dir: str | None = key(None, "Folder with rollouts for engine `recorded`.", path=True)
+    replay_dir: str | None = key(
+        None,
+        "Folder with the rollouts of a run to replay with engine `recorded`; null: offline PPO on data.train_files.",
+        path=True,
+    )
     allow_truncated_sampling: bool = key(
         False, "Allow top_p < 1 or top_k > 0 in training although they bias the probability ratio."
     )
