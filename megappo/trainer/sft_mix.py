@@ -30,6 +30,7 @@ def mixed_in(run: PPORun, batch: RolloutBatch, minis: list[np.ndarray]) -> tuple
     schedule = plan_steps(engine, np.array([len(row) for row in rows]), steps, sizes)
     examples = row_batch(rows, engine.placement(schedule.owner), dist.get_rank())
     examples.info.sft[:] = True
+    examples.info.sample_id = -1 - np.array(chosen)  # in messages: no sample of the policy
     first, out = len(batch.info), []
     for step, ranks in zip(steps, schedule.micro_batches, strict=True):
         mine = [] if engine.dp_rank is None else ranks[engine.dp_rank]
