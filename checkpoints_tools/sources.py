@@ -162,12 +162,12 @@ def _open_megatron(folder: Path, spec: ModelSpec):
     names = {
         rule.local: find_stored(stored_name(spec, rule.local, layers, experts), stored) for _, rule in model.rules(0)
     }
-    known = set()
+    padded = {"embedding.word_embeddings.weight", *(() if critic else ("output_layer.weight",))}
     for _, rule in model.rules(0):
         name = names[rule.local]
-        known.add(name.key)
-        padded = rule.groups[0][-1].hf is None or rule.local.endswith(("word_embeddings.weight", "output_layer.weight"))
-        _check_stored(folder, reader, name.key, (*name.count, *rule.shape), vocabulary=padded and not critic)
+        shape = (*name.count, *rule.shape)
+        _check_stored(folder, reader, name.key, shape, vocabulary=rule.local in padded)
+    known = {name.key for name in names.values()}
     _check_nothing_left(folder, reader, known, spec)
 
     def fetch(_: object, piece: Piece, box: Box) -> torch.Tensor:

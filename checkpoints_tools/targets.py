@@ -69,7 +69,7 @@ def assemble(source: Source, rule: Rule, index: int, count: int, dtype: torch.dt
     """One parameter on shard `index` of `count`: without a copy where the source has it in one piece."""
     shape = local_shape(rule, count)
     found = pieces(rule, index, count)
-    if len(found) == 1 and found[0].numel == math.prod(shape):
+    if len(found) == 1 and found[0].numel == math.prod(shape) and found[0].hf in source.shapes:
         return source.read(found[0].hf, found[0].hf_box).to(dtype)
     out = torch.empty(shape, dtype=dtype)
     if sum(piece.numel for piece in found) < out.numel():

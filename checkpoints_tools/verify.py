@@ -41,9 +41,8 @@ def verify(
     where = f" ({worst_name})" if worst_name and worst > 0 else ""
     dtypes = " / ".join(sorted({str(t).removeprefix("torch.") for s in (first, second) for t in s.dtypes.values()}))
     verdict = "the same model" if same else "different"
-    lines.append(
-        f"{verdict}: {len(common)} tensors, largest difference {worst:.3e}{where}, {differing} differ, {dtypes}"
-    )
+    counts = f"{len(common)} tensors, {differing} differ"
+    lines.append(f"{verdict}: {counts}, largest difference {worst:.3e}{where}, {dtypes}")
     return "\n".join(lines), same
 
 

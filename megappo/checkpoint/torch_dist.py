@@ -141,6 +141,7 @@ class TorchDistReader:
         self.folder = folder
         self._check_format()
         self.tensors, self.objects = self._read_metadata()
+        self._check_files()
         self._map = cache(self._map_file)
         self._where: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
 
@@ -179,6 +180,19 @@ class TorchDistReader:
         except (EOFError, AttributeError, KeyError, TypeError, ValueError, ImportError, IndexError) as err:
             raise UserError(f"{file} is damaged ({type(err).__name__}: {err}): copy the checkpoint again") from None
         return tensors, objects
+
+    def _check_files(self) -> None:
+        """Every chunk must lie inside its file."""
+        ends: dict[str, tuple[int, str]] = {}
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, (0, "")), (chunk.start + chunk.length, name))
+        for name, (end, tensor) in sorted(ends.items()):
+            file = self.folder / name
+            if not file.is_file():
+                raise UserError(f"{file} is missing, though .metadata names it: copy the checkpoint again")
+            if file.stat().st_size < end:
+                raise UserError(f"{file}: tensor {tensor} is damaged or cut short (the file ends before it does)")
 
     def files(self) -> list[Path]:
         """Every file that holds tensors."""
