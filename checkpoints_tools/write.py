@@ -14,7 +14,9 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +26,8 @@ from megappo.errors import UserError
 
 JOURNAL = ".conversion.json"
 BATCH_BYTES = 64 << 20  # parts are handed to a worker in batches of about this size
+SMALL_BYTES = 1 << 16
+ALIGNMENT = 64  # bytes; a chunk that starts at a multiple of it can be mapped
 IN_FLIGHT_BYTES = 128 << 20  # tensors being made at the same time; one that is larger is alone
 
 
@@ -71,25 +75,42 @@ class _Budget:
 
 
 class _At:
-    """`torch.save`'s view of a place in a file."""
+    """`torch.save`'s view of a place in a file. Small writes are gathered: each would yield to other threads."""
 
     def __init__(self, fd: int, at: int):
-        self.fd, self.at = fd, at
+        self.fd, self.at, self._small = fd, at, bytearray()
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
-        _pwrite(self.fd, view, self.at)
-        self.at += len(view)
+        if len(view) > SMALL_BYTES:
+            self.flush()
+            _pwrite(self.fd, view, self.at)
+            self.at += len(view)
+        else:
+            self._small += view
         return len(view)
 
     def flush(self) -> None:
-        pass
+        _pwrite(self.fd, memoryview(self._small), self.at)
+        self.at += len(self._small)
+        self._small = bytearray()
 
 
 def _pwrite(fd: int, view: memoryview, at: int) -> None:
     while len(view):
         written = os.pwrite(fd, view, at)
         view, at = view[written:], at + written
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """`torch.save` without the CRC of each record, which costs as much as all the rest and which no loader looks at."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class Writer:
@@ -106,7 +127,7 @@ class Writer:
 
     def run(self, journal: dict) -> None:
         """Write the files that are not done yet. `journal`: kept up to date on disk."""
-        with ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.workers) as pool, _without_checksums():
             try:
                 for group in self._groups():
                     self._write_group(pool, group, journal)
@@ -176,8 +197,9 @@ class Writer:
                 if part.place is None:
                     out = _At(fd, at)
                     torch.save(_alone(tensor), out)
+                    out.flush()
                     ends.append((at, out.at - at))
-                    at = out.at
+                    at = -(-out.at // ALIGNMENT) * ALIGNMENT
                 else:
                     _pwrite(fd, memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()), part.place)
                     ends.append((part.place, nbytes))

@@ -26,6 +26,18 @@ class MegatronWeights:
     critic: bool = False
     fused: bool = False
 
+    @property
+    def ranks(self) -> range:
+        """The global ranks of the layout."""
+        return self.layout.ranks
+
+    def shape_key(self, rank: int) -> tuple[int, ...]:
+        """Ranks with the same key hold the same."""
+        where = self.layout.coordinates(rank)
+        if self.spec.moe is None:
+            return where.pp, where.tp
+        return (where.pp, where.tp, *self.layout.expert_coordinates(rank)[:2])
+
     def rules(self, rank: int) -> Iterator[tuple[int, Rule]]:
         """`(chunk, rule)` for every parameter that `rank` holds."""
         spec, tp = self.spec, self.layout.tp

@@ -80,6 +80,15 @@ class _StrideUnpickler(pickle.Unpickler):
         return pid
 
 
+def _record(raw: torch.Tensor, info: zipfile.ZipInfo) -> torch.Tensor:
+    """The bytes of an uncompressed record, past its local header (30 bytes, then a name and extra fields)."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} is compressed")
+    header = raw[info.header_offset : info.header_offset + 30].tolist()
+    start = info.header_offset + 30 + (header[26] | header[27] << 8) + (header[28] | header[29] << 8)
+    return raw[start : start + info.file_size]
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A box of a stored tensor, and where it lies: `length` bytes of `file` from `start` on."""
@@ -216,13 +225,10 @@ class TorchDistReader:
             if len(raw) != chunk.length:
                 raise ValueError(f"ends {chunk.length - len(raw)} bytes too early")
             with zipfile.ZipFile(_Window(raw)) as archive:
-                (data,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
-                description = archive.read(data.filename.removesuffix("data/0") + "data.pkl")
-            _, offset, size, stride = _StrideUnpickler(io.BytesIO(description)).load()
-            local = raw[data.header_offset : data.header_offset + 30]
-            start = data.header_offset + 30 + sum(int(local[i]) | int(local[i + 1]) << 8 for i in (26, 28))
-            storage = raw[start : start + data.file_size]
-            if tuple(size) != chunk.size or data.compress_type != zipfile.ZIP_STORED or len(storage) % dtype.itemsize:
+                records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            description, storage = (_record(raw, records[name]) for name in ("data.pkl", "data/0"))
+            _, offset, size, stride = _StrideUnpickler(io.BytesIO(description.numpy().tobytes())).load()
+            if tuple(size) != chunk.size or len(storage) % dtype.itemsize:
                 raise ValueError(f"holds shape {list(size)} where .metadata says {list(chunk.size)}")
             flat = typed_view(storage, dtype, (-1,))
             return flat.as_strided(size, stride, flat.storage_offset() + offset)
