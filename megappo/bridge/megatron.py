@@ -176,12 +176,17 @@ def stream_full_tensors(
     """`(hf_name, whole tensor)` of the model on every rank, bucket by bucket. Collective over all ranks.
 
     Each element crosses the network once, as part of a broadcast from the one rank chosen to send it. The yielded
-    tensors are new; at most one bucket of them is alive unless the caller keeps them.
+    tensors are for reading: on a single rank some are the parameters themselves. At most one bucket of new ones is
+    alive unless the caller keeps them.
     """
     params = [dict(chunk.named_parameters()) for chunk in chunks]
     shapes = weights.hf_shapes()
     parts = _sources(weights)
     device = backend.device()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        for name, items in parts.items():
+            yield name, _assemble(items, shapes[name], params, dtype, device)
+        return
     itemsize = torch.empty((), dtype=dtype).element_size()
     for names in _buckets(parts, itemsize):
         full = {name: torch.empty(shapes[name], dtype=dtype, device=device) for name in names}
@@ -195,12 +200,18 @@ def stream_full_tensors(
             yield name, full.pop(name)
 
 
+def _assemble(items: list[_Part], shape: tuple[int, ...], params, dtype, device) -> torch.Tensor:
+    """One tensor of parts that are all here: a view of the parameter if it is in one part."""
+    boxes = [params[part.chunk][part.piece.local][slices(part.piece.local_box)] for part in items]
+    if len(boxes) == 1:
+        return boxes[0].to(dtype)
+    full = torch.empty(shape, dtype=dtype, device=device)
+    for part, box in zip(items, boxes, strict=True):
+        full[slices(part.piece.hf_box)] = box
+    return full
+
+
 def _broadcast_parts(items, source, rank, params, full, dtype, device) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:  # half the time without the detour
-        for part in items:
-            box = params[part.chunk][part.piece.local][slices(part.piece.local_box)]
-            full[part.piece.hf][slices(part.piece.hf_box)] = box
-        return
     flat = torch.empty(sum(part.piece.numel for part in items), dtype=dtype, device=device)
     offset = 0
     for part in items if rank == source else ():
