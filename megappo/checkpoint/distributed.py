@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import queue
 import threading
 import warnings
@@ -155,20 +156,33 @@ def save_engine(engine: ModelEngine, folder: Path) -> PendingSave:
     """Begin to write the role into `folder`, every rank its part; whole only after `finish`. Collective."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     folder.mkdir(parents=True, exist_ok=True)
     with engine.context, _in_process_writes():
         with _cheap_collections():
             state = _sharded_state(engine, loading=False)
-        strategy = get_default_save_sharded_strategy("torch_dist")
-        if engine.member:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
+        strategy = _shared_save(engine, get_default_save_sharded_strategy("torch_dist"))
         state |= _common_state_for_rank_0(engine, state)
         request = dist_checkpointing.save(
             state, str(folder), strategy, async_sharded_save=True, content_metadata=_METADATA
         )
         return PendingSave(request, _live_storages(engine))
+
+
+def _shared_save(engine: ModelEngine, strategy):
+    """`strategy` with the shards that several members hold dealt out among them."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.validation import determine_global_metadata
+
+    class Bystander(FullyParallelSaveStrategyWrapper):
+        """A rank outside the role has nothing to deal out, but megatron's check of the result is over all ranks."""
+
+        def apply_saving_parallelization(self, sharded_state_dict) -> None:
+            determine_global_metadata(sharded_state_dict)
+
+    if engine.member:
+        return FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
+    return Bystander(strategy)
 
 
 def _common_state_for_rank_0(engine: ModelEngine, state: dict) -> dict:
@@ -199,11 +213,17 @@ def load_moments(engine: ModelEngine, folder: Path) -> None:
         tensor.copy_(value)
 
 
+def _cause(err: BaseException) -> str:
+    """The last line that says something: torch ends some messages with where to read more."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip() and "torch.load" not in line]
+    return lines[-1] if lines else type(err).__name__
+
+
 def load_engine(engine: ModelEngine, folder: Path) -> None:
     """Read the role from `folder`, whatever layout wrote it. Collective.
 
     Raises:
-        UserError: the checkpoint is of another model.
+        UserError: the checkpoint is damaged, or of another model.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -220,9 +240,14 @@ def load_engine(engine: ModelEngine, folder: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # about what megatron itself calls
                 loaded = dist_checkpointing.load(state, str(folder), strategy)
-        except (CheckpointingException, CheckpointException) as err:
-            cause = str(err).strip().splitlines()[-1]
-            raise UserError(f"{folder} does not fit the model ({cause}): use another trainer.output_dir") from None
+        except (CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError) as err:
+            cause = _cause(err)
+            if "mismatch" in cause:
+                raise UserError(f"{folder} does not fit the model ({cause}): use another trainer.output_dir") from None
+            raise UserError(
+                f"{folder} cannot be read ({cause}): it is damaged, or of another model; delete {folder.parent} to "
+                "continue from the one before, or use another trainer.output_dir"
+            ) from None
         if not engine.member:
             return
         chunks = engine.chunks

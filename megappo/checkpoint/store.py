@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -150,9 +151,9 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
-    try:
-        expected = json.loads((folder / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
+    manifest = _read_json(folder / "manifest.json")
+    expected = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(expected, dict):
         return "manifest.json is missing or unreadable"
     actual = _sizes(folder)
     for name, size in expected.items():
@@ -160,7 +161,20 @@ def _damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if actual[name] != size:
             return f"{name} has {actual[name]} bytes instead of {size}"
+    if "state.json" in expected:
+        state = _read_json(folder / "state.json")
+        iteration = state.get("iteration") if isinstance(state, dict) else None
+        if not isinstance(iteration, int) or folder.name != f"iter_{iteration:06d}":
+            return "state.json is unreadable, or of another iteration"
     return None
+
+
+def _read_json(path: Path) -> Any:
+    """What the file holds; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
+from megappo.errors import UserError
 from megappo.rollout.base import GeneratedSample, GenerateRequest, SamplingParams
 from megappo.rollout.sampling import row_keys, sample_tokens, seeds_tensor
 
@@ -226,9 +227,10 @@ class Decode:
         bad = (within & ~self.logprobs.isfinite()).any(1)
         if bool(bad.any()):
             sample = self.requests[int(bad.nonzero()[0])].sample_id
-            raise RuntimeError(
-                f"generation: non-finite log-probability in sample {sample}; the weights "
-                f"(version {weight_version}) hold NaN or infinite values"
+            raise UserError(
+                f"generation: non-finite log-probability in sample {sample}: the policy's weights (version "
+                f"{weight_version}) hold NaN or infinite values, or overflow: check the tensors in model.path, "
+                "or continue from an earlier checkpoint"
             )
         columns = (self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), self.stopped.tolist())
         return [

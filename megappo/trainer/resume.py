@@ -82,8 +82,10 @@ def load_state(folder: Path | None, engines: dict[str, ModelEngine], *, clock: b
     """
     if folder is None:
         return None
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     roles = trained(engines)
+    if not isinstance(state.get("optimizers"), dict) or not isinstance(state.get("world"), int):
+        raise _unreadable(folder)
     if set(state["optimizers"]) != set(roles):
         raise UserError(
             f"{folder} holds {', '.join(state['optimizers'])}, this run trains {', '.join(roles)}: use another "
@@ -135,15 +137,22 @@ def load_run(run: PPORun) -> list[str] | None:
     state = load_state(store_of(run).latest(), run.engines)
     if state is None:
         return None
-    run.iteration = int(state["iteration"])
-    run.weight_version = int(state["weight_version"])
-    run.data_position = int(state["data_position"])
-    run.kl_controller.load_state_dict(state["kl_controller"])
-    run.guard.load_state_dict(state["guard"])
-    run.reward.load_state_dict(state["reward"])
-    before, now = _flat(state["config"]), _flat(run.base.model_dump(mode="json"))
+    try:
+        run.iteration = int(state["iteration"])
+        run.weight_version = int(state["weight_version"])
+        run.data_position = int(state["data_position"])
+        run.kl_controller.load_state_dict(state["kl_controller"])
+        run.guard.load_state_dict(state["guard"])
+        run.reward.load_state_dict(state["reward"])
+        before, now = _flat(dict(state["config"])), _flat(run.base.model_dump(mode="json"))
+    except (KeyError, TypeError, ValueError):
+        raise _unreadable(store_of(run).folder(int(state["iteration"]))) from None
     keys = [key for key in {**before, **now} if key in _TOLD or not key.startswith(_FREE_TO_CHANGE)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def _unreadable(folder: Path) -> UserError:
+    return UserError(f"checkpoint {folder} is damaged: state.json lacks what a run needs; delete it to continue before")
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -141,8 +141,8 @@ def load_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as err:
-        reason = str(err).splitlines()[0]
+    except Exception as err:  # transformers, tokenizers and their checks raise many types
+        reason = " ".join(str(err).split()) or type(err).__name__
         raise UserError(f"no usable tokenizer in {path} ({reason}): set model.tokenizer_path") from None
 
 
@@ -192,6 +192,7 @@ def read_inputs(config: ExperimentConfig) -> Inputs:
     Replayed rollouts hold no answers to validation prompts, which are not read then.
     """
     data = config.data
+    load_spec(config.model.path)  # a broken config.json is named as what it is, not as a broken tokenizer
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     common = {
         "prompt_key": data.prompt_key,

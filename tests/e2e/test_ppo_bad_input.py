@@ -76,6 +76,24 @@ def test_a_missing_tensor(case):
     assert "model.layers.1.mlp.up_proj.weight" in line and "missing" in line
 
 
+def test_a_size_that_is_no_number(case):
+    model = copy_of_the_model(case, "wordy")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"hidden_size": "big"}))
+    line = refused(case, f"model.path={model}")
+    assert f"{model}/config.json: hidden_size is 'big'" in line
+
+
+def test_weights_that_are_not_numbers(case):
+    model = copy_of_the_model(case, "nan")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    out = case.parent / "nan_out"
+    code, err, _ = on_ranks(1, command, ["train", str(case), f"model.path={model}", f"trainer.output_dir={out}"])
+    assert code == 2 and err.count("\n") == 1 and "NaN" in err and "model.path" in err
+
+
 def test_a_tokenizer_that_is_not_there(case):
     model = copy_of_the_model(case, "mute")
     for file in model.glob("tokenizer*"):
@@ -234,6 +252,14 @@ def test_a_damaged_checkpoint_is_told_and_the_previous_one_continues(case):
         assert code == 2 and err.count("\n") == 1
         assert f"checkpoint {newest} is damaged: actor/{shard.name}" in err and "iteration 1" in err
     shutil.rmtree(newest)
+    older = out / "checkpoints/iter_000001"
+    for name in (f"actor/{shard.name}", "critic/common.pt"):  # of the right size, but of other contents
+        whole = (older / name).read_bytes()
+        (older / name).write_bytes(b"x" * len(whole))
+        code, err, _ = on_ranks(1, command, [*base, "trainer.total_iterations=3"])
+        assert code == 2 and err.count("\n") == 1, err
+        assert f"{(older / name).parent} cannot be read" in err and f"delete {older}" in err
+        (older / name).write_bytes(whole)
     code, err, _ = on_ranks(1, command, [*base, "trainer.total_iterations=3"])
     assert code == 0 and "resumed after iteration 1" in err
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3

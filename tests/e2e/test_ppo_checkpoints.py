@@ -91,6 +91,20 @@ def test_damage_is_told_with_the_file_and_the_previous_checkpoint(store, damage)
     assert store.latest() == store.folder(4)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+@pytest.mark.parametrize("text", ["[]", "null", "x", '{"iteration": "7"}', '{"iteration": 6}'])
+def test_a_json_file_of_the_right_size_with_other_contents_is_damage(store, name, text):
+    save(store, 4)
+    newest = save(store, 7)
+    (newest / name).write_text(text)
+    manifest = json.loads((newest / "manifest.json").read_text()) if name == "state.json" else None
+    if manifest:  # the size alone tells nothing
+        manifest["files"][name] = len(text)
+        (newest / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"is damaged: {name} is .*unreadable.*; delete it to continue from iteration 4"):
+        store.latest()
+
+
 def test_a_sole_damaged_checkpoint_sends_back_to_the_start(store):
     (save(store, 4) / "state.json").unlink()
     with pytest.raises(UserError, match="continue from the start"):

@@ -79,6 +79,23 @@ def test_a_resumed_run_drops_what_it_will_make_again_and_a_torn_line(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
 
 
+def test_a_resumed_run_keeps_lines_with_any_text_and_drops_what_is_no_record(tmp_path):
+    text = "one\u2028two\x85three\x0cfour"  # each ends a line for str.splitlines, none does in JSON lines
+    first = JsonlSink(tmp_path)
+    first.text("val", [{"response": text}], 1)
+    first.log({"loss": 1.0}, 1)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\x00garbage\n[1]\n" + b'{"step": Infinity}\n')
+
+    second = JsonlSink(tmp_path)
+    second.truncate_from(2)
+    second.close()
+    (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    assert json.loads(line)["response"] == text
+    assert [r["step"] for r in read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_a_new_run_in_an_old_folder_keeps_the_old_lines_aside(tmp_path):
     for value in (1.0, 2.0, 3.0):
         sink = JsonlSink(tmp_path)

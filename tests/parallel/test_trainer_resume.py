@@ -35,7 +35,11 @@ BASE = {
 BF16 = {"model__dtype": "bf16"}
 PLAIN = {"actor__parallel__use_distributed_optimizer": False}
 ONE_RANK = {"one": {}, "one_bf16": BF16, "one_plain_bf16": {**BF16, **PLAIN}}
-TWO_RANKS = {"tp2_bf16": {**TP2, **BF16}, "dp2": {}, "pp2_vpp2": VPP2}
+APART = {  # no rank holds both: each is a bystander when the other's checkpoint is written and read
+    "actor__parallel": {"num_ranks": 1},
+    "critic__parallel": {"first_rank": 1, "num_ranks": 1},
+}
+TWO_RANKS = {"tp2_bf16": {**TP2, **BF16}, "dp2": {}, "pp2_vpp2": VPP2, "apart": APART}
 
 
 def settings(yaml_file, out: str, **changes):

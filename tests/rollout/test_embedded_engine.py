@@ -413,7 +413,7 @@ def test_nan_weights_are_reported_not_sampled():
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(RuntimeError, match="non-finite log-probability in sample 0"):
+    with pytest.raises(UserError, match="non-finite log-probability in sample 0"):
         engine_for(model).generate(requests_of([3]), SamplingParams(4))
 
 

@@ -35,12 +35,14 @@ class JsonlSink:
             self._write("samples.jsonl", {**row, "tag": tag, "step": step})
 
     def truncate_from(self, step: int) -> None:
-        """Drop lines with `step` or later and a line that was cut off; then append to the same files."""
+        """Drop lines with `step` or later and lines that are damaged; then append to the same files."""
         self._resumed = True
         for name in self.FILES:
             path = self._folder / name
             if path.exists():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < step]
+                # not splitlines: a logged text may hold U+2028, which JSON leaves as it is
+                lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+                kept = [line for line in lines if _step(line) < step]
                 part = path.with_suffix(".part")
                 part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
                 os.replace(part, path)
@@ -84,10 +86,10 @@ class EventLog(JsonlSink):
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinite for one that was cut off while it was written."""
+    """The step of a line; infinite for one that was cut off while it was written, or is no record."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 
