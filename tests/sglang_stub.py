@@ -118,6 +118,7 @@ class Stub:
         self.session = self.paused = self.dead = False
         self.healthy = True
         self.delay = 0.0
+        self.group: Any = None
         self.bucket: list[tuple[str, Any]] = []
         self.stale = False  # the prefix cache holds keys and values of older weights
         self.calls: list[tuple[str, Any]] = []
@@ -248,6 +249,28 @@ class Stub:
             return _refuse(str(error))
         return self._updated(body)
 
+    async def _post_init_weights_update_group(self, body: dict) -> tuple[int, Any]:
+        self.group = await asyncio.to_thread(_join_group, body)
+        return 200, {"success": True, "message": "ok"}
+
+    def _post_destroy_weights_update_group(self, body: dict) -> tuple[int, Any]:
+        self.group = None
+        return 200, {"success": True, "message": "ok"}
+
+    async def _post_update_weights_from_distributed(self, body: dict) -> tuple[int, Any]:
+        import torch
+
+        if not self.session or self.group is None or body["load_format"] != "flattened_bucket":
+            return _refuse("update_weights_from_distributed outside of a session or without a group")
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        parts = list(zip(body["names"], dtypes, body["shapes"], strict=True))
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in parts]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        await asyncio.to_thread(lambda: self.group.broadcast([flat]).wait())
+        pieces = zip(parts, flat.split(sizes), strict=True)
+        self.bucket += [(name, piece.view(dtype).reshape(shape)) for (name, dtype, shape), piece in pieces]
+        return self._updated(body)
+
     def _updated(self, body: dict) -> tuple[int, Any]:
         self.stale = not body.get("flush_cache", True)
         if body.get("weight_version") is not None:
@@ -277,6 +300,22 @@ class Stub:
             "output_token_logprobs": [[x, token, None] for x, token in zip(logprobs, ids, strict=True)],
         }
         return 200, {"text": "", "output_ids": ids, "meta_info": meta}
+
+
+def _join_group(body: dict) -> Any:
+    """Rank 1 of the group; in a process of its own only, for torch knows one group of a name in each."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper
+
+    name, world, limit = body["group_name"], body["world_size"], timedelta(seconds=60)
+    assert world == 2 and body["rank_offset"] == 1
+    store = PrefixStore(name, dist.TCPStore(body["master_address"], body["master_port"], world, False, limit))
+    group, _ = _new_process_group_helper(
+        world, 1, [], Backend(body["backend"]), store, group_name=name, backend_options=None, timeout=limit
+    )
+    return group
 
 
 def _refuse(message: str) -> tuple[int, Any]:

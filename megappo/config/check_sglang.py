@@ -76,7 +76,7 @@ def _check_given(config: ExperimentConfig) -> Iterator[Problem]:
             text = "has no effect on the servers in rollout.servers; start them with it, and remove it here"
             yield Problem(f"rollout.sglang.{name}", text, getattr(settings, name), note=True)
     local = all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in config.rollout.servers)
-    if settings.weight_sync != "tensor" and settings.sync_dir is None and not local:
+    if settings.weight_sync in ("auto", "disk") and settings.sync_dir is None and not local:
         text = "must be a folder that servers on other machines see under the same path, if weights go by disk"
         yield Problem("rollout.sglang.sync_dir", text, None, note=True)
 

@@ -78,7 +78,7 @@ def test_a_run_with_servers_has_the_embedded_engine_s_numbers(case, embedded, wo
 
 
 def test_a_server_that_dies_is_restarted_with_the_current_weights(case, embedded, tmp_path):
-    changes = servers("--die-once", f"{tmp_path / 'died'}:20")
+    changes = servers("--die-once", f"{tmp_path / 'died'}:20", rollout__sglang__weight_sync="distributed")
     assert on_ranks(1, go, case, "died", changes) == (0, "")
     lines = read_metrics(case.parent / "died")
     same(lines, embedded)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megappo.config.schema import ExperimentConfig
 from megappo.parallel import backend
 from megappo.rollout.sglang.engine import SGLangEngine
+from megappo.rollout.sglang.group import GroupWay
 from megappo.rollout.sglang.http import load_httpx
 from megappo.rollout.sglang.servers import Pool
 from megappo.rollout.sglang.weights import DiskWay, TensorWay
@@ -38,11 +39,15 @@ def build_sglang(
         load_httpx()
         out = Path(config.trainer.output_dir) / "sglang"
         size = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-        kind = settings.weight_sync
+        kind, bucket = settings.weight_sync, settings.bucket_mb * 1_000_000
         if kind == "auto":
             kind = "tensor" if size < _SMALL_MODEL else "disk"
         if kind == "tensor":
-            way = TensorWay(settings.bucket_mb * 1_000_000)
+            way = TensorWay(bucket)
+        elif kind == "distributed":
+            way = GroupWay(
+                settings.bucket_mb * 1_000_000, settings.sync_timeout_s, backend.device(), settings.sync_host
+            )
         else:
             folder = Path(settings.sync_dir) if settings.sync_dir else out / "weights"
             way = DiskWay(folder, shapes, Path(config.model.path), dtype)

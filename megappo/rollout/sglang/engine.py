@@ -33,11 +33,12 @@ from megappo.rollout.base import (
     SyncReport,
 )
 from megappo.rollout.sglang.client import Batch, Round
+from megappo.rollout.sglang.group import GroupWay
 from megappo.rollout.sglang.http import Http
 from megappo.rollout.sglang.servers import Pool, Server
 from megappo.rollout.sglang.weights import DiskWay, TensorWay, Update
 
-_PATIENCE = timedelta(days=30)
+_PATIENCE = timedelta(days=2)  # a lost rank breaks the connection, and so ends the wait, long before
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SGLangEngine:
         self,
         settings: SGLangConfig,
         pool: Pool | None,
-        way: TensorWay | DiskWay | None,
+        way: TensorWay | DiskWay | GroupWay | None,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         vocab_size: int,
     ) -> None:
@@ -135,13 +136,15 @@ class SGLangEngine:
 
     def close(self) -> None:
         """End the servers that were started here."""
-        if self.pool is not None:
-            self.pool.close()
         if self._runner is not None:
             if self._http is not None:
+                if isinstance(self.way, GroupWay):
+                    self._runner.run(self.way.close(self._http))
                 self._runner.run(self._http.close())
             self._runner.close()
         self._runner = self._http = None
+        if self.pool is not None:
+            self.pool.close()
 
     def metrics(self) -> dict[str, float]:
         """`rollout/sglang/…` since the last call, on rank 0; empty elsewhere."""
