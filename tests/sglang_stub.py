@@ -376,7 +376,9 @@ def serving(*stubs: Stub) -> Iterator[list[str]]:
 
 
 async def _main(options: argparse.Namespace) -> None:
-    stub = Stub(RealModel(options.model_path, options.dtype), tp=options.tp_size)
+    model = RealModel(options.model_path, options.dtype) if options.model_path else PseudoModel(32000, 1 << 40)
+    stub = Stub(model, tp=options.tp_size)
+    stub.delay = options.delay
     stub.exit = lambda: os._exit(9)
     if options.die_once:
         marker, _, count = options.die_once.rpartition(":")
@@ -398,7 +400,8 @@ if __name__ == "__main__":
     for name in ("--model-path", "--tokenizer-path", "--host", "--dtype", "--die-once", "--device"):
         parser.add_argument(name)
     parser.add_argument("--port", type=int)
-    parser.add_argument("--tp-size", type=int)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--delay", type=float, default=0.0)
     for name in ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"):
         parser.add_argument(name, action="store_true")
     asyncio.run(_main(parser.parse_args()))

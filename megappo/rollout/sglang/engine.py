@@ -221,7 +221,7 @@ class SGLangEngine:
 
     def _connections(self) -> Http:
         if self._http is None:
-            self._http = Http(self.settings.max_concurrency * len(self.pool.servers))
+            self._http = Http()
         return self._http
 
     def _run(self, work: Awaitable[Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megappo.errors import UserError
 
+_CONNECTIONS = 16
 SHOWN_BODY = 300  # characters of a refusal in a message
 
 
@@ -29,13 +30,17 @@ class Refused(Exception):
 
 
 class Http:
-    """A pool of connections to all servers; belongs to one event loop."""
+    """Connections to all servers, reused; belongs to one event loop.
 
-    def __init__(self, connections: int) -> None:
+    httpx looks at every connection of a client for each request, which takes longer than the rest from some dozens on.
+    So there are as many clients as it takes for each to have `_CONNECTIONS` requests at most.
+    """
+
+    def __init__(self) -> None:
         self._httpx = load_httpx()
-        # SGLang's server drops idle connections after 5 s: do not reuse one that is about to be dropped.
-        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=3.0)
-        self._client = self._httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self._tls = self._httpx.create_ssl_context()
+        self._all: list[Any] = []
+        self._free: list[Any] = []  # one entry for each request that a client may take
 
     async def get(self, url: str, timeout_s: float) -> Any:
         """The JSON (or text) of a 200."""
@@ -50,23 +55,36 @@ class Http:
         return await self._ask("POST", url, json.dumps(body).encode(), timeout_s)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._all:
+            await client.aclose()
 
     async def _ask(self, method: str, url: str, content: bytes | None, timeout_s: float) -> Any:
         headers = {"content-type": "application/json"} if content is not None else None
+        client = self._take()
         try:
             async with asyncio.timeout(timeout_s):  # of all of it: the client's own limits are for each read
-                answer = await self._client.request(method, url, content=content, headers=headers)
+                answer = await client.request(method, url, content=content, headers=headers)
         except TimeoutError:
             raise Unavailable(f"{url}: no answer after {timeout_s:g} s", timed_out=True) from None
         except self._httpx.RequestError as error:
             connected = not isinstance(error, self._httpx.ConnectError)
             reason = " ".join(str(error).split()) or "the connection broke"
             raise Unavailable(f"{url}: {type(error).__name__}: {reason}", connected=connected) from None
+        finally:
+            self._free.append(client)
         if answer.status_code == 200:
             return _content(answer)
         reason = f"{url}: HTTP {answer.status_code} {' '.join(answer.text[:SHOWN_BODY].split())}".rstrip()
         raise Unavailable(reason) if answer.status_code >= 500 else Refused(reason)
+
+    def _take(self) -> Any:
+        if not self._free:
+            # SGLang's server drops idle connections after 5 s: do not reuse one that is about to be dropped.
+            limits = self._httpx.Limits(max_connections=None, keepalive_expiry=3.0)
+            client = self._httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=self._tls)
+            self._all.append(client)
+            self._free += [client] * _CONNECTIONS
+        return self._free.pop()
 
 
 def _content(answer: Any) -> Any:
