@@ -39,7 +39,7 @@ def describe(path: Path) -> str:
         UserError: there is no safetensors file, or one is truncated, damaged or missing from the index.
     """
     tensors = read_tensors(path)
-    rows = [(t.name, t.dtype, str(list(t.shape)), _human(t.nbytes)) for t in tensors]
+    rows = [(t.name, t.dtype, str(list(t.shape)), human(t.nbytes)) for t in tensors]
     widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else [0] * 4
     lines = [
         f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}"
@@ -47,7 +47,7 @@ def describe(path: Path) -> str:
     ]
     elements = sum(math.prod(t.shape) for t in tensors)
     total = sum(t.nbytes for t in tensors)
-    return "\n".join([*lines, f"{len(tensors)} tensors, {elements:,} elements, {total:,} bytes ({_human(total)})"])
+    return "\n".join([*lines, f"{len(tensors)} tensors, {elements:,} elements, {total:,} bytes ({human(total)})"])
 
 
 def read_tensors(path: Path) -> list[TensorInfo]:
@@ -131,7 +131,7 @@ def _tensor(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorInfo]:
     return start, stop, TensorInfo(name, entry["dtype"], shape, nbytes)
 
 
-def _human(size: float) -> str:
+def human(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: launch/torchrun.sh [options] COMMAND CONFIG [key=value ...]
 
-Runs `megappo COMMAND CONFIG ...` (train, sft) with one process a GPU. On several nodes run the same line on every
+Runs `megappo COMMAND CONFIG ...` (train, sft, reward-model) with one process a GPU. On several nodes run the same line on every
 node; only --node-rank differs.
 
 options (or the environment variable, used when the option is absent):

@@ -17,7 +17,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, such as actor.optim.lr=1e-6."),
 ]
-Kind = Annotated[Literal["train", "sft"], typer.Option("--kind", help="The command that the file is meant for.")]
+Kind = Annotated[
+    Literal["train", "sft", "reward-model"], typer.Option("--kind", help="The command that the file is meant for.")
+]
 
 
 @app.command()
@@ -50,7 +52,8 @@ def check(
         typer.echo(f"note: {line}", err=True)
     sources.raise_if_any(problems)
     ranks = f" on {nproc} ranks" if nproc else " (give --nproc to check layouts against a number of ranks)"
-    typer.echo(f"ok: {cfg} can {'train' if kind == 'train' else 'fine-tune'}{ranks}")
+    able = {"train": "train", "sft": "fine-tune", "reward-model": "train a reward model"}
+    typer.echo(f"ok: {cfg} can {able[kind]}{ranks}")
 
 
 @app.command()

@@ -67,16 +67,25 @@ def doctor(
 @app.command()
 def train(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume: Resume = None) -> Work:
     """Train a policy with PPO, GRPO, RLOO, ..."""
-    overrides = list(overrides or [])
-    if resume is not None:
-        overrides.append(f"trainer.resume={'auto' if resume else 'never'}")
-    return lambda: _start("train", cfg, overrides, nproc)
+    return lambda: _start("train", cfg, _with_resume(overrides, resume), nproc)
 
 
 @app.command()
 def sft(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1) -> Work:
     """Fine-tune a model on given responses."""
     return lambda: _start("sft", cfg, overrides or [], nproc)
+
+
+@app.command("reward-model")
+def reward_model(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume: Resume = None) -> Work:
+    """Train a reward model on preference pairs."""
+    return lambda: _start("reward-model", cfg, _with_resume(overrides, resume), nproc)
+
+
+def _with_resume(overrides: list[str] | None, resume: bool | None) -> list[str]:
+    """The overrides, and what --resume or --no-resume means."""
+    given = [] if resume is None else [f"trainer.resume={'auto' if resume else 'never'}"]
+    return [*(overrides or []), *given]
 
 
 def _start(kind: str, path: Path, overrides: list[str], nproc: int) -> int:
@@ -105,8 +114,10 @@ def _start(kind: str, path: Path, overrides: list[str], nproc: int) -> int:
         return launch_local([kind, str(path), *overrides], nproc)
     if kind == "train":
         from megappo.trainer.ppo import run_ppo as run
-    else:
+    elif kind == "sft":
         from megappo.trainer.sft import run_sft as run
+    else:
+        from megappo.trainer.reward_model import run_reward_model as run
     run(config)
     return 0
 

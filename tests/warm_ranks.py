@@ -1,4 +1,4 @@
-"""Groups of gloo ranks that stay alive between tests: starting one costs ten seconds, asking it again nothing."""
+"""Groups of gloo ranks that stay alive between tests: starting one costs seconds, asking it again nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
-from support import join_group, meeting_file
+from support import join_group, meeting_file, rank_context
 
 _groups: dict[tuple[int, str], _Group] = {}
 
@@ -38,7 +37,7 @@ def on_ranks(world: int, fn: Callable, *args: Any, timeout: float = 280) -> Any:
 
 class _Group:
     def __init__(self, world: int) -> None:
-        context = mp.get_context("spawn")
+        context = rank_context()
         meeting = meeting_file()
         self.pipes: list[Connection] = []
         self.processes = []

@@ -9,8 +9,10 @@ other, so they cannot disagree.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
+T = TypeVar("T", bound=Any)  # a tensor of any library
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Rule:
             on its own; a rank holds its part of the first group, then its part of the second, and so on.
             One group `[q₀ k₀ v₀ q₁ …]` is Megatron's interleaved QKV; two groups `[gate] [up]` its gated MLP.
         expert: part of an expert, so divided over expert-tensor-parallel ranks instead of tensor-parallel ones.
+        copies: for each group, how many neighbouring ranks hold the same part of it (inference engines replicate
+            key/value heads that are fewer than the ranks). Empty: one each.
+        stack: `(index, count)` when the parameter is entry `index` of a local tensor `[count, …]` (fused experts).
     """
 
     local: str
@@ -45,16 +50,22 @@ class Rule:
     dim: int | None
     groups: tuple[tuple[Span, ...], ...]
     expert: bool = False
+    copies: tuple[int, ...] = ()
+    stack: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a Hugging Face tensor and the box of the local tensor that holds it. Equal shapes."""
+    """A box of a Hugging Face tensor and the box of the local tensor that holds it. Equal shapes.
+
+    `entry`: the box lies in this entry of a stacked local tensor, see `Rule.stack`.
+    """
 
     hf: str
     hf_box: Box
     local: str
     local_box: Box
+    entry: int | None = None
 
     @property
     def numel(self) -> int:
@@ -65,10 +76,17 @@ class Piece:
 
 
 def local_shape(rule: Rule, tp: int) -> tuple[int, ...]:
-    """Shape of the parameter on each of `tp` ranks."""
+    """Shape of the parameter on each of `tp` ranks (of one entry, if it is stacked)."""
     if rule.dim is None:
         return rule.shape
-    return tuple(n // tp if d == rule.dim else n for d, n in enumerate(rule.shape))
+    copies = rule.copies or (1,) * len(rule.groups)
+    rows = sum(sum(span.size for span in g) * c for g, c in zip(rule.groups, copies, strict=True)) // tp
+    return tuple(rows if d == rule.dim else n for d, n in enumerate(rule.shape))
+
+
+def local_tensor(tensor: T, piece: Piece) -> T:
+    """The part of a local tensor that `piece` describes, as a view with the piece's shape."""
+    return (tensor if piece.entry is None else tensor[piece.entry])[slices(piece.local_box)]
 
 
 def pieces(rule: Rule, tp_rank: int, tp: int) -> list[Piece]:
@@ -82,12 +100,14 @@ def pieces(rule: Rule, tp_rank: int, tp: int) -> list[Piece]:
         tp_rank, tp = 0, 1
     out: list[Piece] = []
     base = 0
-    for group in rule.groups:
+    entry = rule.stack[0] if rule.stack else None
+    for number, group in enumerate(rule.groups):
         total = sum(span.size for span in group)
-        if total % tp:
+        copies = rule.copies[number] if rule.copies else 1
+        if tp % copies or total % (tp // copies):
             raise ValueError(f"{rule.local}: {total} rows cannot be divided over {tp} tensor-parallel ranks")
-        size = total // tp
-        low, high = tp_rank * size, (tp_rank + 1) * size
+        size = total // (tp // copies)
+        low, high = tp_rank // copies * size, (tp_rank // copies + 1) * size
         offset = 0
         for span in group:
             start, stop = max(low, offset), min(high, offset + span.size)
@@ -100,6 +120,7 @@ def pieces(rule: Rule, tp_rank: int, tp: int) -> list[Piece]:
                         _box(rule.shape, dim, source, stop - start),
                         rule.local,
                         _box(rule.shape, dim, target, stop - start),
+                        entry,
                     )
                 )
             offset += span.size
@@ -155,3 +176,12 @@ def grouped_qkv(local: str, q: str, k: str, v: str, heads: int, kv_heads: int, d
         spans.append(Span(k, g * dim, (g + 1) * dim))
         spans.append(Span(v, g * dim, (g + 1) * dim))
     return Rule(local, ((heads + 2 * kv_heads) * dim, *tail), 0, (tuple(spans),))
+
+
+def separate_qkv(local: str, q: str, k: str, v: str, heads: int, kv_heads: int, dim: int, *tail: int, tp: int) -> Rule:
+    """An inference engine's order: a rank's query heads, its keys, its values. `tp`: the ranks they are divided over;
+    key/value heads that are fewer are held by `tp / kv_heads` neighbours each."""
+    copies = max(1, tp // kv_heads)
+    sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
+    groups = tuple((Span(name, 0, size),) for name, size in zip((q, k, v), sizes, strict=True))
+    return Rule(local, (sum(sizes), *tail), 0, groups, copies=(1, copies, copies))

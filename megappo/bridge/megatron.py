@@ -26,10 +26,22 @@ class MegatronWeights:
     critic: bool = False
     fused: bool = False
 
+    @property
+    def ranks(self) -> range:
+        """The global ranks of the layout."""
+        return self.layout.ranks
+
+    def shape_key(self, rank: int) -> tuple[int, ...]:
+        """Ranks with the same key hold the same."""
+        where = self.layout.coordinates(rank)
+        if self.spec.moe is None:
+            return where.pp, where.tp
+        return (where.pp, where.tp, *self.layout.expert_coordinates(rank)[:2])
+
     def rules(self, rank: int) -> Iterator[tuple[int, Rule]]:
         """`(chunk, rule)` for every parameter that `rank` holds."""
         spec, tp = self.spec, self.layout.tp
-        experts = self._experts(rank)
+        experts = self.experts(rank)
         for chunk, layers in self.layout.chunks(spec.num_layers, rank):
             first, last = self.layout.is_first(rank, chunk), self.layout.is_last(rank, chunk)
             found: list[Rule] = []
@@ -54,7 +66,7 @@ class MegatronWeights:
             return self.layout.expert_coordinates(rank)[0], self.layout.etp
         return self.layout.coordinates(rank).tp, self.layout.tp
 
-    def _experts(self, rank: int) -> range | None:
+    def experts(self, rank: int) -> range | None:
         """Global ids of the experts that `rank` holds, None for a dense model."""
         if self.spec.moe is None:
             return None

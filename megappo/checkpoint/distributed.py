@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megappo.checkpoint.optimizer_state import optimizer_states
 from megappo.engine.engine import ModelEngine
@@ -94,14 +95,15 @@ def _in_process_writes() -> Iterator[None]:
 class PendingSave:
     """A role's shards on their way to the disk: a copy of them is written by a thread while training goes on."""
 
-    def __init__(self, request):
+    def __init__(self, request, live: set[int]):
+        """`live`: addresses of the storages that training goes on to change."""
         self._finalize = request.finalize_fns
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is None:  # nothing to write on this rank
             return
         rank, buckets, results = request.async_fn_args
-        arguments = (rank, [_copy(bucket) for bucket in buckets], results)
+        arguments = (rank, [_copy(bucket, live) for bucket in buckets], results)
 
         def write() -> None:
             try:
@@ -128,10 +130,25 @@ class PendingSave:
             finalize()
 
 
-def _copy(bucket: tuple) -> tuple:
-    """A write bucket with its tensors on the host, where the training that goes on cannot change them."""
+def _copy(bucket: tuple, live: set[int]) -> tuple:
+    """A write bucket with its tensors on the host, where the training that goes on cannot change them.
+
+    megatron has brought them to the host, and cloned what is part of a larger storage: most are copies already.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        shared = tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in live
+        return tensor.detach().to("cpu", copy=True) if shared else tensor
+
     file_name, storage_key, (others, tensors) = bucket
-    return file_name, storage_key, (others, [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in tensors])
+    return file_name, storage_key, (others, [(item, own(tensor)) for item, tensor in tensors])
+
+
+def _live_storages(engine: ModelEngine) -> set[int]:
+    tensors = [t for chunk in engine.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    if engine.optimizer is not None:
+        tensors += engine.optimizer.tensors()
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def save_engine(engine: ModelEngine, folder: Path) -> PendingSave:
@@ -148,9 +165,10 @@ def save_engine(engine: ModelEngine, folder: Path) -> PendingSave:
         if engine.member:
             strategy = FullyParallelSaveStrategyWrapper(strategy, engine.context.dp_cp_group)
         state |= _common_state_for_rank_0(engine, state)
-        return PendingSave(
-            dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=_METADATA)
+        request = dist_checkpointing.save(
+            state, str(folder), strategy, async_sharded_save=True, content_metadata=_METADATA
         )
+        return PendingSave(request, _live_storages(engine))
 
 
 def _common_state_for_rank_0(engine: ModelEngine, state: dict) -> dict:

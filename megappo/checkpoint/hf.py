@@ -141,6 +141,7 @@ def write_hf(
     *,
     write: bool = True,
     config_changes: dict | None = None,
+    extra_files: dict[str, str] | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights from `tensors`, everything else copied from the folder `source`.
 
@@ -149,7 +150,7 @@ def write_hf(
 
     Written beside `out` and renamed, so a folder that exists is a whole one; an earlier export there stays until
     then, and stays for good if anything fails. Ranks that pass `write=False` only drain `tensors` (which is a
-    collective).
+    collective). `extra_files`: text of further files by name.
 
     Raises:
         UserError: the target cannot be written, or is a folder that an export must not replace.
@@ -166,11 +167,13 @@ def write_hf(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_companions(source, partial)
+        copy_companions(source, partial)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         config.update({"dtype": _NAMES[dtype][0]} | (config_changes or {}))
         config.pop("torch_dtype", None)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, text in (extra_files or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         _write_shards(tensors, shapes, partial, dtype)
         _replace(partial, target)
     except OSError as err:
@@ -196,15 +199,15 @@ def _replace(partial: Path, target: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, skip: Iterable[str] = ()) -> None:
     """Tokenizer, chat template, generation settings, licence: everything small that is not weights."""
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in ("config.json", *skip):
             shutil.copy2(file, target / file.name)
 
 
 @dataclass
-class _Shard:
+class Shard:
     """One safetensors file to be: `size` bytes of tensors, placed one after the other."""
 
     name: str = ""
@@ -221,13 +224,13 @@ class _Shard:
         return len(text).to_bytes(8, "little") + text
 
 
-def _plan_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[_Shard]:
+def plan_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[Shard]:
     """Tensors in the order of `shapes`, at most SHARD_BYTES a file unless one alone is larger."""
-    shards = [_Shard()]
+    shards = [Shard()]
     for name, shape in shapes.items():
         nbytes = math.prod(shape) * itemsize
         if shards[-1].places and shards[-1].size + nbytes > SHARD_BYTES:
-            shards.append(_Shard())
+            shards.append(Shard())
         shard = shards[-1]
         shard.places[name] = (shard.size, shard.size + nbytes)
         shard.size += nbytes
@@ -240,7 +243,7 @@ def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]], folder: Path, dtype: torch.dtype
 ) -> None:
     """Every tensor goes straight to its place in its file, in whatever order it comes."""
-    shards = _plan_shards(shapes, dtype.itemsize)
+    shards = plan_shards(shapes, dtype.itemsize)
     total = sum(shard.size for shard in shards)
     free = shutil.disk_usage(folder).free
     if free < total:

@@ -48,7 +48,7 @@ def gathered_state(optimizer, *, empty: bool) -> dict:
         buffer = optimizer.buffers[number]
         ((dtype, buckets),) = ranges.items()
         padded = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
-        whole = {key: torch.zeros(padded, dtype=torch.float32) for key in _KEYS}
+        whole = {key: torch.empty(padded, dtype=torch.float32) for key in _KEYS}  # padding is never read
         if not empty:
             start = 0
             for bucket, ranges_of_bucket in zip(buffer.buckets, buckets, strict=True):

@@ -4,12 +4,14 @@ All functions are pure (they read files, never write) and return Problems; `note
 """
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.check_changes import check_changes
 from megappo.config.check_layout import check_layout
 from megappo.config.check_offline import check_offline
+from megappo.config.check_reward_models import check_reward_models
 from megappo.config.check_sglang import check_sglang
 from megappo.config.model_folder import ModelFacts, export_problem, read_model_folder, tokenizer_problem
 from megappo.config.problems import Problem
@@ -18,13 +20,15 @@ from megappo.config.schema.critic import CriticConfig
 from megappo.config.schema.experiment import GROUP_ESTIMATORS, ExperimentConfig
 from megappo.config.schema.optim import OptimConfig
 from megappo.config.schema.parallel import ParallelConfig
+from megappo.config.schema.reward_model import RewardModelConfig
+from megappo.config.schema.sft import SftConfig
 
 _DATA_SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_config(config: ExperimentConfig, *, kind: str = "train", world_size: int | None = None) -> list[Problem]:
     """All problems and notes of a *resolved* configuration; world_size (ranks) None: not checked."""
-    check = _check_sft if kind == "sft" else _check_train
+    check = {"train": _check_train, "sft": _check_sft, "reward-model": _check_reward_model}[kind]
     return [*_check_output(config, kind), *check(config, world_size)]
 
 
@@ -38,6 +42,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
             said.append(case)
             yield from check_layout(f"{role}.parallel", *case, world_size)
     yield from _check_train_data(config)
+    yield from _check_eval_command(config)
     yield from _check_rewards(config)
     yield from _check_rollout(config)
     yield from _check_algorithm(config)
@@ -62,7 +67,7 @@ def roles(config: ExperimentConfig) -> dict[str, ParallelConfig]:
     if config.needs_reference:
         assert config.reference.parallel is not None, "call resolved() first"
         out["reference"] = config.reference.parallel
-    return out
+    return out | {f"rewards.{i}": reward.parallel for i, reward in enumerate(config.rewards) if reward.type == "model"}
 
 
 # --- files ---------------------------------------------------------------------------------------------
@@ -75,6 +80,11 @@ def _check_models(config: ExperimentConfig, facts: dict[str, ModelFacts | None])
         paths["critic"] = ("critic.path", config.critic.path or config.model.path)
     if config.needs_reference:
         paths["reference"] = ("reference.path", config.reference.path or config.model.path)
+    paths |= {
+        f"rewards.{i}": (f"rewards.{i}.path", reward.path)
+        for i, reward in enumerate(config.rewards)
+        if reward.type == "model" and reward.path
+    }
     seen: dict[str, ModelFacts | None] = {}
     for role, (key, path) in paths.items():
         if path not in seen:
@@ -82,7 +92,10 @@ def _check_models(config: ExperimentConfig, facts: dict[str, ModelFacts | None])
             if wrong:
                 yield Problem(key, wrong, path)
         facts[role] = seen[path]
+        if role in ("actor", "reference") and seen[path] and seen[path].scores:
+            yield Problem(key, _NO_POLICY, path)
     yield from _check_tokenizer(config)
+    yield from check_reward_models(config, facts)
 
 
 def _check_tokenizer(config: ExperimentConfig) -> Iterator[Problem]:
@@ -110,17 +123,39 @@ def _check_train_data(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem("data.train_files", "no training prompts; list at least one file", data.train_files)
     yield from _check_data_files("data.train_files", data.train_files)
     yield from _check_data_files("data.val_files", data.val_files)
-    if not data.val_files and config.trainer.test_freq > 0:
+    trainer = config.trainer
+    if not data.val_files and trainer.test_freq > 0 and trainer.eval_command is None:
         yield Problem("data.val_files", "no validation prompts: nothing is evaluated", [], note=True)
 
 
+def _check_eval_command(config: ExperimentConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.eval_command is None:
+        return
+    try:
+        words = shlex.split(trainer.eval_command)
+    except ValueError as err:
+        yield Problem("trainer.eval_command", f"cannot be read as a command ({err}); mind the quotes")
+        return
+    if not words:
+        yield Problem("trainer.eval_command", "is empty; write a command, or null", trainer.eval_command)
+    elif trainer.test_freq == -1 and not trainer.val_before_train:
+        yield Problem("trainer.eval_command", "is never run: set trainer.test_freq", note=True)
+    if trainer.eval_command_timeout_s >= trainer.distributed_timeout_s:
+        text = f"must be below trainer.distributed_timeout_s ({trainer.distributed_timeout_s}), while other ranks wait"
+        yield Problem("trainer.eval_command_timeout_s", text, trainer.eval_command_timeout_s)
+
+
 def _check_output(config: ExperimentConfig, kind: str) -> Iterator[Problem]:
-    out, export = config.trainer.output_dir, config.sft.export_path if config.sft is not None else None
+    out = config.trainer.output_dir
     folders = {"trainer.output_dir": out}
-    folders |= {"sft.export_path": export} if kind == "sft" else {"rollout.record_dir": config.rollout.record_dir}
+    if kind == "train":
+        folders["rollout.record_dir"] = config.rollout.record_dir
+    elif section := (config.sft if kind == "sft" else config.reward_model):
+        folders[f"{kind.replace('-', '_')}.export_path"] = section.export_path
     for key, folder in folders.items():
         wrong = _not_writable(folder) if folder else None
-        if not wrong and folder and key == "sft.export_path":
+        if not wrong and folder and key.endswith(".export_path"):
             wrong = export_problem(folder, config.model.path)
         if wrong:
             yield Problem(key, wrong, folder)
@@ -148,7 +183,7 @@ def _check_rewards(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem("rewards", "no reward function; add one, e.g. `- type: gsm8k`", [])
     for i, reward in enumerate(config.rewards):
         key = f"rewards.{i}.path"
-        if reward.type != "function" and reward.path is not None:
+        if reward.type not in ("function", "model") and reward.path is not None:
             yield Problem(key, f"type {reward.type} takes no path; use type: function or remove it", reward.path)
         if reward.type == "function":
             target, _, name = (reward.path or "").rpartition(":")
@@ -272,6 +307,7 @@ def _check_sft_mix(config: ExperimentConfig, facts: ModelFacts | None) -> Iterat
 # --- lengths and batches -------------------------------------------------------------------------------
 
 
+_NO_POLICY = "is a reward model, which cannot generate; give the folder of a language model"
 _NO_WINDOW = "which is not supported; shorten the samples to that"
 
 
@@ -296,6 +332,9 @@ def _check_lengths(config: ExperimentConfig, facts: dict[str, ModelFacts | None]
         if config.needs_reference:
             name = "log_prob_max_token_len_per_gpu"
             budgets.append((f"reference.{name}", config.reference.log_prob_max_token_len_per_gpu))
+        for i, reward in enumerate(config.rewards):
+            if reward.type == "model":
+                budgets.append((f"rewards.{i}.max_token_len_per_gpu", reward.max_token_len_per_gpu))
     if config.needs_critic and config.critic.use_dynamic_bsz:
         budgets.append(("critic.ppo_max_token_len_per_gpu", config.critic.ppo_max_token_len_per_gpu))
     wrong: dict[int, str] = {}
@@ -329,13 +368,15 @@ def _check_batches(config: ExperimentConfig, world_size: int | None) -> Iterator
         yield from _check_share(key, mini, n, layouts[role], world_size)
 
 
-def _check_share(key: str, batch: int, n: int, parallel: ParallelConfig, world_size: int | None) -> Iterator[Problem]:
+def _check_share(
+    key: str, batch: int, n: int, parallel: ParallelConfig, world_size: int | None, what: str = "samples"
+) -> Iterator[Problem]:
     """Does a batch of `batch` prompts (n samples each) give every data-parallel rank its share?"""
     if world_size is None or world_size % parallel.model_parallel_size:
         return
     dp = world_size // parallel.model_parallel_size
     samples = batch * n
-    said = f"{batch} x {n} samples" if n > 1 else f"{batch} samples"
+    said = f"{batch} x {n} {what}" if n > 1 else f"{batch} {what}"
     if samples < dp:
         least = -(-dp // n)
         text = f"{said} for {dp} data-parallel ranks leave some idle; use at least {least}, best a multiple"
@@ -358,31 +399,45 @@ def _check_optim(prefix: str, optim: OptimConfig) -> Iterator[Problem]:
         yield Problem(f"{prefix}.lr", "is unusually high for a language model", optim.lr, note=True)
 
 
-# --- supervised fine-tuning ----------------------------------------------------------------------------
+# --- supervised fine-tuning and reward models ----------------------------------------------------------
 
 
 def _check_sft(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
-    sft = config.sft
-    if sft is None:
-        yield Problem("sft", "is required for supervised fine-tuning; add the section")
+    yield from _check_supervised(config, "sft", "supervised fine-tuning", "examples", 1, world_size)
+
+
+def _check_reward_model(config: ExperimentConfig, world_size: int | None) -> Iterator[Problem]:
+    # The two sequences of a pair are scored together.
+    yield from _check_supervised(config, "reward_model", "`megappo reward-model`", "pairs", 2, world_size)
+
+
+def _check_supervised(
+    config: ExperimentConfig, name: str, what: str, rows: str, sequences: int, world_size: int | None
+) -> Iterator[Problem]:
+    """The section `name`, whose rows (so called) are `sequences` sequences of up to max_length tokens each."""
+    section: SftConfig | RewardModelConfig | None = getattr(config, name)
+    if section is None:
+        yield Problem(name, f"is required for {what}; add the section")
         return
     facts, wrong = read_model_folder(config.model.path)
-    if wrong:
-        yield Problem("model.path", wrong, config.model.path)
+    if wrong or (facts and facts.scores and name == "sft"):
+        yield Problem("model.path", wrong or _NO_POLICY, config.model.path)
     yield from _check_tokenizer(config)
-    yield from check_layout("sft.parallel", sft.parallel, facts, world_size)
-    if not sft.train_files:
-        yield Problem("sft.train_files", "no training examples; list at least one file", sft.train_files)
-    yield from _check_data_files("sft.train_files", sft.train_files)
-    yield from _check_data_files("sft.val_files", sft.val_files)
+    yield from check_layout(f"{name}.parallel", section.parallel, facts, world_size)
+    if not section.train_files:
+        yield Problem(f"{name}.train_files", f"no training {rows}; list at least one file", section.train_files)
+    yield from _check_data_files(f"{name}.train_files", section.train_files)
+    yield from _check_data_files(f"{name}.val_files", section.val_files)
     limit = facts.max_positions if facts else None
-    if limit is not None and sft.max_length > limit:
-        yield Problem("sft.max_length", f"the model ends at {limit} tokens; lower it", sft.max_length)
-    if facts and facts.window and sft.max_length > facts.window:
+    if limit is not None and section.max_length > limit:
+        yield Problem(f"{name}.max_length", f"the model ends at {limit} tokens; lower it", section.max_length)
+    if facts and facts.window and section.max_length > facts.window:
         text = f"the model attends to the last {facts.window} tokens only (sliding_window), {_NO_WINDOW}"
-        yield Problem("sft.max_length", text, sft.max_length)
-    if sft.use_dynamic_bsz and sft.max_token_len_per_gpu < sft.max_length:
-        text = f"is less than sft.max_length ({sft.max_length}); raise it or shorten max_length"
-        yield Problem("sft.max_token_len_per_gpu", text, sft.max_token_len_per_gpu)
-    yield from _check_share("sft.batch_size", sft.batch_size, 1, sft.parallel, world_size)
-    yield from _check_optim("sft.optim", sft.optim)
+        yield Problem(f"{name}.max_length", text, section.max_length)
+    longest = sequences * section.max_length
+    if section.use_dynamic_bsz and section.max_token_len_per_gpu < longest:
+        times = f"{sequences} x " if sequences > 1 else ""
+        text = f"is less than {times}{name}.max_length ({longest}); raise it or shorten max_length"
+        yield Problem(f"{name}.max_token_len_per_gpu", text, section.max_token_len_per_gpu)
+    yield from _check_share(f"{name}.batch_size", section.batch_size, 1, section.parallel, world_size, rows)
+    yield from _check_optim(f"{name}.optim", section.optim)

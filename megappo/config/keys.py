@@ -153,7 +153,7 @@ before anything starts: one line each, with the file, the key, the value and wha
   folder.
 - Keys whose meaning says "null: another key" take that key's value when they are left out.
 - `critic` is used with `algorithm.adv_estimator: gae` only; `reference` only with `actor.use_kl_loss` or
-  `algorithm.use_kl_in_reward`; `sft` only by `megappo sft`.
+  `algorithm.use_kl_in_reward`; `sft` only by `megappo sft`, `reward_model` only by `megappo reward-model`.
 - Batch sizes count prompts; each prompt gives `rollout.n` samples.
 
 The smallest experiment:

@@ -16,7 +16,7 @@ from megappo.config.schema.rewards import RewardConfig
 from megappo.config.validate import build, normalise
 from megappo.config.yaml_io import parse_yaml, read_yaml_mapping, yaml_error_line
 
-Kind = Literal["train", "sft"]
+Kind = Literal["train", "sft", "reward-model"]
 
 
 def load_config(
@@ -51,8 +51,9 @@ def read_config(
     problems += _apply_overrides(tree, overrides, sources)
     config, more = build(tree)
     problems += more
-    if kind == "sft" and tree.get("sft") is None:
-        problems.append(Problem("sft", "is required for supervised fine-tuning; add the section"))
+    section = kind.replace("-", "_")
+    if kind != "train" and tree.get(section) is None:
+        problems.append(Problem(section, f"is required for `megappo {kind}`; add the section"))
     sources.raise_if_any(problems)
     assert config is not None  # no problems, so it was built
     config = config.resolved()
@@ -88,8 +89,8 @@ def _absolute_value(value: Any, cls: type[Section], name: str, base: Path) -> An
         return items if isinstance(value, list) else items[0]
     if name == "chat_template" and isinstance(value, str) and "{" not in value and "\n" not in value:
         return absolute_path(value, base)
-    if cls is RewardConfig and name == "path" and isinstance(value, str) and ".py:" in value:
-        return absolute_path(value, base)  # path/to/file.py:function
+    if cls is RewardConfig and name == "path" and isinstance(value, str) and (".py:" in value or ":" not in value):
+        return absolute_path(value, base)  # path/to/file.py:function, or a model's folder
     return value
 
 

@@ -16,6 +16,9 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 
+#: what a reward model is called instead: the same trunk with a scalar head
+_LANGUAGE_MODEL, _REWARD_MODEL = "ForCausalLM", "ForSequenceClassification"
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -31,6 +34,20 @@ class ModelFacts:
     window: int | None = None  # tokens that attention looks back on, None: all
     experts: int | None = None  # experts in each layer, None: dense
     expert_ffn: int | None = None
+    vocabulary: int | None = None
+    scores: bool = False  # a reward model: a scalar head instead of a vocabulary
+
+
+def language_model(architecture: str) -> str:
+    """The architecture of the language model that has the trunk of a reward model; any other name as it is."""
+    if architecture.endswith(_REWARD_MODEL):
+        return architecture.removesuffix(_REWARD_MODEL) + _LANGUAGE_MODEL
+    return architecture
+
+
+def reward_model(architecture: str) -> str:
+    """The architecture of the reward model that has the trunk of a language model."""
+    return language_model(architecture).removesuffix(_LANGUAGE_MODEL) + _REWARD_MODEL
 
 
 def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
@@ -48,7 +65,7 @@ def read_model_folder(path: str) -> tuple[ModelFacts | None, str | None]:
         config = None
     if not isinstance(config, dict):
         return None, "its config.json is not valid JSON; download the model again"
-    names = config.get("architectures") or ["(none named)"]
+    names = _architectures(config) or ["(none named)"]
     if not any(name in SUPPORTED_ARCHITECTURES for name in names):
         known = ", ".join(SUPPORTED_ARCHITECTURES)
         return None, f"architecture {', '.join(map(str, names))} is not supported; use one of {known}"
@@ -82,12 +99,20 @@ def _facts(config: dict[str, Any]) -> ModelFacts:
         window=attention_window(config),
         experts=number("num_experts") or number("num_local_experts"),
         expert_ffn=number("moe_intermediate_size") or number("intermediate_size"),
+        vocabulary=number("vocab_size"),
+        scores=_REWARD_MODEL in str(config.get("architectures")),
     )
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """The architectures named, as language models."""
+    names = config.get("architectures") or []
+    return [language_model(str(name)) for name in names] if isinstance(names, list) else [str(names)]
 
 
 def attention_window(config: dict[str, Any]) -> int | None:
     """Tokens that sliding-window attention sees, None when it sees all; defaults as in transformers."""
-    names = config.get("architectures") or []
+    names = _architectures(config)
     if "MistralForCausalLM" in names:
         return config.get("sliding_window", 4096)
     if "MixtralForCausalLM" in names or config.get("use_sliding_window"):

@@ -11,8 +11,13 @@ def dump_config(config: ExperimentConfig) -> str:
     """Resolved YAML that loads back to the same configuration."""
     resolved = config.resolved()
     tree = resolved.model_dump(mode="json")
-    if config.sft is None:
-        del tree["sft"]
+    for section in ("sft", "reward_model"):
+        if tree[section] is None:
+            del tree[section]
+    for reward in tree["rewards"]:
+        if reward["type"] != "model":
+            for name in ("parallel", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+                del reward[name]
     tree["schedules"] = {k: s.model_dump(mode="json", exclude_defaults=True) for k, s in resolved.schedules.items()}
     tree["guard"]["rules"] = [_rule(rule) for rule in resolved.guard.rules]
     return dump_yaml(tree)

@@ -66,7 +66,7 @@ def _normalise_mapping(value: Any, section: type[Section], dotted: str) -> tuple
 
 
 def _unknown_key(key: str, cls: type[Section], prefix: str) -> str:
-    if not prefix and key in ("actor_rollout_ref", "custom_reward_function", "reward_model"):
+    if not prefix and key in ("actor_rollout_ref", "custom_reward_function"):
         return "unknown key; this is verl's layout: translate it with `megappo config import-verl`"
     homes = [name for name in key_names() if name.rsplit(".", 1)[-1] == key]
     nearby = [name for name in homes if name.startswith(prefix)] if prefix else homes

@@ -190,7 +190,7 @@ for _verl, _ours in ((f"{_ACTOR}.optim", "actor.optim"), ("critic.optim", "criti
 _SERVER = "generation is embedded in the training process: there is no server to set up"
 _KERNELS = "MegaPPO chooses its own kernels and never pads"
 _LORA = "LoRA is not supported: all weights are trained"
-_NO_RM = "reward models are not supported here; score with a function in `rewards`"
+_NO_RM = "add the reward model to `rewards` as {type: model, path: FOLDER}, see docs/reward_models.md"
 
 #: (pattern of verl keys, why they are dropped), first match wins; switched-off values are dropped silently
 DROPPED: tuple[tuple[str, str], ...] = (
@@ -262,7 +262,7 @@ DROPPED: tuple[tuple[str, str], ...] = (
     ("reward.reward_manager.*", "scores come from the list `rewards`"),
     ("reward_model.*", _NO_RM),
     ("reward.*", _NO_RM),
-    ("sandbox_fusion.*", _NO_RM),
+    ("sandbox_fusion.*", "score with a function in `rewards`"),
     ("distillation.*", "distillation is not available"),
     ("data.truncation", "overlong prompts are dropped or an error (data.filter_overlong_prompts)"),
     ("data.return_*", "prompts are always kept as tokens and chat"),

@@ -26,6 +26,7 @@ from megappo.models.spec import ModelSpec
 from megappo.parallel import backend, vocab
 from megappo.parallel.groups import parallel_context
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.reduce import sum_of_parts
 
 Want = Literal["logprobs", "values"]
 _VALUE_HEAD = frozenset({"score.weight", "score.bias"})
@@ -150,17 +151,29 @@ class ModelEngine:
     def load_hf(self, reader: HFReader) -> None:
         """Load a Hugging Face folder strictly, each rank reading only the slices that it holds.
 
-        A critic takes the trunk of a policy: its language head is left out, a missing value head stays zero.
+        A critic takes the trunk of a policy: its language head is left out, a missing value head stays zero. From a
+        reward model it takes the head too, which must then be there (a bias need not: transformers has none).
 
         Raises:
             UserError: a tensor is missing, unknown or of the wrong shape, or a file is damaged.
         """
         optional = {"lm_head.weight"} if self.options.critic or self.spec.tied_embeddings else set()
         missing_head = _VALUE_HEAD - reader.where.keys() if self.options.critic else frozenset()
+        if self.spec.scalar_head:
+            missing_head -= {"score.weight"}
         reader.check(self.weights.hf_shapes(), optional | missing_head)
         if not self.member:
             return
         load_weights(self.weights, self.chunks, self.context.rank, reader.read, skip=frozenset(missing_head))
+        self.sync_master_weights()
+
+    @torch.no_grad()
+    def scale_head(self, mean: float, std: float) -> None:
+        """Make a critic's head give (what it gave − mean) / std."""
+        for chunk in self.chunks:
+            if chunk.post_process:
+                chunk.output_layer.bias.sub_(mean).div_(std)
+                chunk.output_layer.weight.div_(std)
         self.sync_master_weights()
 
     def sync_master_weights(self) -> None:
@@ -205,7 +218,7 @@ class ModelEngine:
         yield from stream_full_tensors(self.weights, self.chunks, self.context.rank, dtype)
 
     # -------------------------------------------------------------- running the model
-    def _run(self, batch: RolloutBatch, micro_batches: list[list[int]], columns, handle, *, train: bool) -> None:
+    def _run(self, batch: RolloutBatch, micro_batches, columns, handle, *, train: bool, at: str = "rows") -> None:
         """Feed micro-batches through megatron's pipeline schedule; `handle(micro, output) → loss` on the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -215,7 +228,7 @@ class ModelEngine:
             cp_rank=self.context.coords.cp,
             thd=self.thd,
         )
-        micros = [prepare(batch, samples, columns, row, self.device) for samples in micro_batches]
+        micros = [prepare(batch, samples, columns, row, self.device, at) for samples in micro_batches]
 
         def forward_step(iterator, model):
             micro = next(iterator)
@@ -260,6 +273,12 @@ class ModelEngine:
         if self.options.critic:
             return output.reshape(-1)[micro.rows]
         return self.chunks[-1].enter_head(output)[micro.rows]
+
+    def _lasts(self, micro: MicroBatch, output: Tensor) -> Tensor:
+        """The scalar head's output `[samples]` at the last token of every sample, on every context-parallel rank."""
+        values = output.reshape(-1)
+        lasts = values.new_zeros(len(micro.samples)).index_copy(0, micro.last_places, values[micro.last])
+        return sum_of_parts(lasts, self.context.cp_group) if self.layout.cp > 1 else lasts
 
     def _head_options(self) -> dict:
         return {
@@ -331,8 +350,11 @@ class ModelEngine:
         sums = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in loss.sums}
         maxima = {name: torch.full_like(s, -torch.inf) for s in sums.values() for name in loss.maxima}
 
+        # A loss of whole samples is the same on all context-parallel ranks: one of them reports it.
+        counted = loss.at == "rows" or self.context.coords.cp == 0
+
         def collect(part: LossOutput) -> Tensor:
-            for name in loss.sums:
+            for name in loss.sums if counted else ():
                 sums[name] += part.sums[name]
             for name in loss.maxima:
                 maxima[name] = torch.maximum(maxima[name], part.maxima[name])
@@ -342,7 +364,8 @@ class ModelEngine:
         losses: list[tuple[list[int], Tensor]] = []
 
         def handle(micro: MicroBatch, output: Tensor) -> Tensor:
-            part = self._loss(micro, self._rows(micro, output), loss, collect)
+            scored = self._rows if loss.at == "rows" else self._lasts
+            part = self._loss(micro, scored(micro, output), loss, collect)
             losses.append((micro.samples, part.detach()))
             return part * tokens if self.balances_experts else part
 
@@ -354,7 +377,7 @@ class ModelEngine:
             chunk.train()
         with self.context:
             self.optimizer.zero_grad()
-        self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True)
+        self._run(batch, micro_batches, (*loss.columns, "weights", "token_share"), handle, train=True, at=loss.at)
         with self.context:
             step = self.optimizer.step()
         broken = [] if step.applied else [s for samples, part in losses if not part.isfinite().all() for s in samples]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from megappo.algorithms.aggregate import weighted_sum
 from megappo.algorithms.kl import kl_penalty
 from megappo.algorithms.policy_loss import PolicyLossConfig, is_token_local, policy_loss
+from megappo.algorithms.preference import bradley_terry, preferred
 from megappo.algorithms.value_loss import value_loss
 
 Rows = dict[str, Tensor]  # columns at the trained tokens of a micro-batch (or of one chunk of it)
@@ -33,6 +35,9 @@ class Loss:
         sums, maxima: names that `LossOutput` always carries, so that every rank reduces the same list.
         want_entropy: the entropy has to be computed.
         token_local: a part may be any subset of tokens; otherwise it must be whole sequences.
+        at: where the loss reads output and columns: at the trained tokens, or at the last token of every sample, in
+            the order of the micro-batch. The latter is for a scalar head; every context-parallel rank then sees all
+            samples.
     """
 
     columns: tuple[str, ...] = ()
@@ -40,6 +45,7 @@ class Loss:
     maxima: tuple[str, ...] = ()
     want_entropy = False
     token_local = True
+    at: Literal["rows", "last"] = "rows"
 
     def __call__(self, output: Tensor, entropy: Tensor | None, rows: Rows, cu_seqlens: Tensor | None) -> LossOutput:
         raise NotImplementedError
@@ -154,3 +160,33 @@ class NLLLoss(Loss):
     def __call__(self, output, entropy, rows, cu_seqlens) -> LossOutput:
         loss = weighted_sum(-output, rows["weights"])
         return LossOutput(loss, {"train/loss": loss.detach().double()})
+
+
+class PreferenceLoss(Loss):
+    """Bradley-Terry loss of a reward model; samples 2i and 2i + 1 of a micro-batch are a pair, chosen first.
+
+    Weights are those of the samples' last tokens: a pair has that of both.
+    """
+
+    at = "last"
+    columns = ("margin",)
+    sums = ("train/loss", "train/accuracy", "train/margin", "reward_model/chosen_mean", "reward_model/rejected_mean")
+
+    def __init__(self, center_coef: float = 0.0):
+        self.center_coef = center_coef
+
+    def __call__(self, output, entropy, rows, cu_seqlens) -> LossOutput:
+        chosen, rejected = output.view(-1, 2).unbind(1)
+        weights = rows["weights"].view(-1, 2).sum(1)
+        terms = bradley_terry(chosen, rejected, rows["margin"].view(-1, 2)[:, 0], self.center_coef)
+        loss = weighted_sum(terms, weights)
+        return LossOutput(
+            loss,
+            {
+                "train/loss": loss.detach().double(),
+                "train/accuracy": _total(preferred(chosen, rejected), weights),
+                "train/margin": _total(chosen - rejected, weights),
+                "reward_model/chosen_mean": _total(chosen, weights),
+                "reward_model/rejected_mean": _total(rejected, weights),
+            },
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ class MicroBatch:
         rows: `[rows]` position in `tokens` whose hidden state predicts each target (one before it).
         index: `[rows]` position of each target in the batch's local columns (on CPU).
         cu_rows: `[samples + 1]` boundaries of the samples in `rows`.
-        last: position in `tokens` of the last token of each of `last_samples`, for bootstrapping.
-        columns: what the loss reads, cut to `rows`.
+        last: position in `tokens` of the last token of each of `last_samples`, the samples that end here.
+        last_places: which of the row's samples those are.
+        columns: what the loss reads, cut to `rows`, or to the samples' last tokens.
     """
 
     samples: list[int]
@@ -39,6 +41,7 @@ class MicroBatch:
     cu_rows: Tensor
     last: Tensor
     last_samples: list[int]
+    last_places: Tensor
     columns: dict[str, Tensor]
 
 
@@ -66,11 +69,17 @@ class RowFormat:
 
 
 def prepare(
-    batch: RolloutBatch, samples: list[int], columns: Iterable[str], row: RowFormat, device: torch.device
+    batch: RolloutBatch,
+    samples: list[int],
+    columns: Iterable[str],
+    row: RowFormat,
+    device: torch.device,
+    at: Literal["rows", "last"] = "rows",
 ) -> MicroBatch:
     """Pack `samples` into one row; none of them gives a dummy row without anything to score.
 
-    Only tokens with loss mask 1 that have a predecessor become rows.
+    Only tokens with loss mask 1 that have a predecessor become rows. `at`: what `columns` are cut to, the rows or
+    the last token of every sample.
     """
     lengths = [int(batch.info.length[s]) for s in samples]
     padded = row.padded(lengths)
@@ -91,7 +100,9 @@ def prepare(
     wanted = batch["loss_mask"][index] & ~torch.isin(place, starts)  # a first token has nothing before it
     wanted &= here[(place - 1).clamp(min=0)] >= 0  # predicted on this context-parallel rank
     target, local = place[wanted], index[wanted]
-    last = here[starts[: len(lengths)] + torch.tensor(lengths, dtype=torch.int64) - 1]
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    last = here[starts[: len(lengths)] + sizes - 1]
+    cut = local if at == "rows" else index[sizes.cumsum(0) - 1]
     return MicroBatch(
         samples=samples,
         tokens=tokens[packed.local][None].to(device),
@@ -102,6 +113,7 @@ def prepare(
         index=local,
         cu_rows=torch.searchsorted(target, starts[: len(lengths) + 1]).to(device),
         last=last[last >= 0].to(device),
-        last_samples=[s for s, at in zip(samples, last.tolist(), strict=True) if at >= 0],
-        columns={name: batch[name][local].to(device) for name in columns},
+        last_samples=[s for s, place in zip(samples, last.tolist(), strict=True) if place >= 0],
+        last_places=(last >= 0).nonzero().squeeze(1).to(device),
+        columns={name: batch[name][cut].to(device) for name in columns},
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megappo.config.model_folder import SUPPORTED_ARCHITECTURES as ARCHITECTURES
-from megappo.config.model_folder import attention_window
+from megappo.config.model_folder import attention_window, language_model
 from megappo.errors import UserError
 
 
@@ -28,7 +28,11 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder. Sizes are in elements; `path` is the Hugging Face folder it was read from; `moe` None is dense."""
+    """A decoder. Sizes are in elements; `path` is the Hugging Face folder it was read from; `moe` None is dense.
+
+    `scalar_head`: the folder holds a reward model, with a head of one number instead of a vocabulary; `architecture`
+    is that of the language model with the same trunk.
+    """
 
     path: Path
     architecture: str
@@ -46,6 +50,7 @@ class ModelSpec:
     qk_norm: bool
     sliding_window: int | None
     moe: MoESpec | None = None
+    scalar_head: bool = False
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary rounded up so that every tensor-parallel rank holds the same number of rows."""
@@ -95,11 +100,10 @@ def load_spec(path: str | Path) -> ModelSpec:
     """
     raw = read_config(path)
     names = raw.get("architectures") or ["none"]
-    architecture = names[0] if isinstance(names, list) else names
+    named = str(names[0] if isinstance(names, list) else names)
+    architecture = language_model(named)
     if architecture not in ARCHITECTURES:
-        raise UserError(
-            f"{path}/config.json: architecture {architecture} is not supported; known: {', '.join(ARCHITECTURES)}"
-        )
+        raise UserError(f"{path}/config.json: architecture {named} is not supported; known: {', '.join(ARCHITECTURES)}")
     if raw.get("mlp_bias"):
         raise UserError(f"{path}/config.json: mlp_bias true is not supported")
     if architecture not in ("Qwen2ForCausalLM",) and raw.get("attention_bias", False):
@@ -131,6 +135,7 @@ def load_spec(path: str | Path) -> ModelSpec:
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=attention_window(raw),
         moe=_moe_spec(architecture, raw, path),
+        scalar_head=named != architecture,
     )
 
 

@@ -32,3 +32,23 @@ def any_rank(flag: bool) -> bool:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bool(tensor)
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def sum_of_parts(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sum over `group` of tensors whose every rank then computes the same loss. Collective.
+
+    Backward hands the gradient to each part as it is, without communication: the loss counts once, not once a rank.
+    """
+    return _SumOfParts.apply(part, group)

@@ -51,13 +51,13 @@ def build_component(settings: RewardSettings, where: str) -> Component:
         raise UserError(f"{where}.weight is {settings.weight}: give a finite number")
     if not settings.timeout_s > 0:
         raise UserError(f"{where}.timeout_s is {settings.timeout_s}: give a positive number of seconds")
-    if settings.path and settings.type != "function":
-        raise UserError(f"{where}.path is only for type 'function': remove it")
+    if settings.path and settings.type not in ("function", "model"):
+        raise UserError(f"{where}.path is only for types 'function' and 'model': remove it")
     if settings.url and settings.type != "remote":
         raise UserError(f"{where}.url is only for type 'remote': remove it")
     reward = _BUILDERS[settings.type](settings, where)
     return Component(
-        name=settings.name or (reward.name if reward else settings.type),
+        name=settings.name or (settings.type if reward is None else reward.name),
         reward=reward,
         weight=settings.weight,
         sources=settings.sources,
@@ -149,6 +149,13 @@ def _recorded(settings: RewardSettings, where: str) -> None:
     _kwargs(settings, where)
 
 
+def _model(settings: RewardSettings, where: str) -> None:
+    """The trainer runs the model on all ranks together and passes its scores."""
+    _kwargs(settings, where)
+    if not settings.path:
+        raise UserError(f"{where}.path is missing: type 'model' needs a reward model's folder")
+
+
 _BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "gsm8k": _gsm8k,
     "reasoning_gym": _reasoning_gym,
@@ -156,4 +163,5 @@ _BUILDERS: dict[str, Callable[[RewardSettings, str], Reward | None]] = {
     "math": _math,
     "remote": _remote,
     "recorded": _recorded,
+    "model": _model,
 }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from megappo.parallel.reduce import gather_objects
 from megappo.rewards.base import SUCCESS_SCORE
 from megappo.rollout.base import SamplingParams
-from megappo.rollout.collect import make_requests, my_share, reward_samples
+from megappo.rollout.collect import make_requests, my_share
+from megappo.trainer.scoring import measure
 from megappo.trainer.setup import PPORun
 
 _VAL_ID = 1 << 41  # ids of validation samples, apart from training
@@ -60,11 +61,10 @@ def _answers(run: PPORun, sampling: SamplingParams, n: int) -> list[Answer]:
         pairs = my_share(make_requests(rows[start : start + batch], n, first, run.config.trainer.seed), n)
         samples = run.rollout.generate([request for request, _ in pairs], sampling)
         prompts = [row for _, row in pairs]
-        rewarded = reward_samples(samples, prompts, run.tokenizer)
-        scored = run.reward.measure(rewarded)  # raw scores; validation changes no statistics
+        scored = measure(run, samples, prompts)  # raw scores; validation changes no statistics
         mine = [
             Answer(s.data_source, s.prompt_text, s.response_text, str(s.ground_truth), score)
-            for s, score, dropped in zip(rewarded, scored.scores.tolist(), scored.dropped, strict=True)
+            for s, score, dropped in zip(scored.samples, scored.scores.tolist(), scored.dropped, strict=True)
             if not dropped
         ]
         out += [answer for part in gather_objects(mine) for answer in part]

@@ -62,7 +62,7 @@ class StopRequest:
 
 def resume_command(argv: list[str], resume: str) -> str:
     """The command that continues this run, as it was started: alone, with --nproc, or by torchrun."""
-    if argv[:1] not in (["train"], ["sft"]):
+    if argv[:1] not in (["train"], ["sft"], ["reward-model"]):
         return "start it again with trainer.resume=auto"
     words = [word for word in argv if word not in ("--no-resume", "trainer.resume=never")]
     if resume == "never":

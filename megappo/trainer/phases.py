@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from megappo.algorithms import shaping
 from megappo.algorithms.correction import correction, mismatch_from, mismatch_moments
 from megappo.algorithms.kl import kl_moments, kl_penalty
 from megappo.algorithms.policy_loss import PolicyLossConfig
-from megappo.algorithms.segments import segment_sum
+from megappo.algorithms.segments import segment_mean, segment_sum
 from megappo.algorithms.value_loss import explained_variance_from, explained_variance_moments
 from megappo.data.batch import RolloutBatch
 from megappo.data.prompts import PromptRow
@@ -27,13 +27,14 @@ from megappo.rewards import hacking
 from megappo.rewards.combine import Scored
 from megappo.rewards.signals import stable_signal
 from megappo.rollout.base import GeneratedSample, SamplingParams
-from megappo.rollout.collect import assemble, make_requests, my_share, reward_samples
-from megappo.rollout.offline import OfflineEngine, recorded_scores
+from megappo.rollout.collect import assemble, make_requests, my_share
+from megappo.rollout.offline import OfflineEngine
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
 from megappo.trainer.planning import RolePlan, Step, budget, even_placement, forward_micro_batches, role_plan
 from megappo.trainer.rebel import RebelTarget
+from megappo.trainer.scoring import measure
 from megappo.trainer.setup import DTYPES, PPORun
 
 Metrics = dict[str, float]
@@ -103,15 +104,6 @@ class Part:
         return np.array([s.finish_reason != "abort" for s in self.samples], bool)
 
 
-def measure(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> Scored:
-    """Raw scores of this rank's responses; changes no statistics."""
-    given: dict[str, list[float]] = {}
-    if isinstance(run.rollout, OfflineEngine):
-        recorded = recorded_scores(samples, rows)
-        given = {name: recorded for name, component in run.reward.components.items() if component.recorded}
-    return run.reward.measure(reward_samples(samples, rows, run.tokenizer), given)
-
-
 def score(run: PPORun, samples: list[GeneratedSample], rows: list[PromptRow]) -> tuple[RolloutBatch, Metrics]:
     """Score this rank's responses, update the rewards' statistics, and assemble the batch of all ranks."""
     return score_parts(run, [Part(samples, rows, measure(run, samples, rows))])
@@ -161,7 +153,7 @@ def greedy_baseline(run: PPORun, samples: list[GeneratedSample], rows: list[Prom
     pairs = make_requests(prompts, 1, _GREEDY_ID, run.config.trainer.seed, groups=groups)
     answers = run.rollout.generate([request for request, _ in pairs], greedy)
     record(run, answers, greedy=True)
-    scores = run.reward.rewards(run.reward.measure(reward_samples(answers, prompts, run.tokenizer)))
+    scores = run.reward.rewards(measure(run, answers, prompts))
     scores = shaped_scores(run, scores, np.array([len(a.response_ids) for a in answers]))
     everyone = gather_objects((groups, scores))
     baseline = np.empty(sum(len(part) for part, _ in everyone))
@@ -250,7 +242,7 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
     kl = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], algorithm.kl_penalty, loss_mask=mask)
     moments = total(run.actor, kl_moments(kl, mask, cu))
     current = float(moments[0] / moments[1].clamp(min=1))
-    metrics = {"actor/reward_kl_penalty": current}
+    metrics = {"actor/reward_kl_penalty": current} | kl_by_source(run, batch, kl)
     if algorithm.use_kl_in_reward:
         ctrl = algorithm.kl_ctrl
         coefficient = run.kl_controller.value(ctrl.kl_coef)
@@ -258,6 +250,13 @@ def add_rewards(run: PPORun, batch: RolloutBatch) -> Metrics:
         batch["rewards"] = shaping.apply_kl_penalty(batch["rewards"], kl, coefficient, mask)
         run.kl_controller.update(ctrl.kl_coef, current, int(moments[1]), ctrl.target_kl)
     return metrics
+
+
+def kl_by_source(run: PPORun, batch: RolloutBatch, kl: torch.Tensor) -> Metrics:
+    """`actor/kl/<data_source>`: as `actor/reward_kl_penalty`, over the responses to one data source. Collective."""
+    means = share_per_sample(run.actor, batch, segment_mean(kl, batch["loss_mask"], batch.cu_seqlens))
+    counted, sources = batch.info.trainable > 0, np.array(batch.info.source)
+    return {f"actor/kl/{s}": float(means[counted & (sources == s)].mean()) for s in np.unique(sources[counted])}
 
 
 def add_advantages(
@@ -335,14 +334,14 @@ class Update:
     role: str
     loss: Loss
     steps: list[StepStats | None]
-    sample_ids: np.ndarray
+    sample_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     metrics: Metrics = field(default_factory=dict)  # what is known on every rank already
 
 
 def update_critic(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
     critic = run.config.critic
     loss = ValueLoss(critic.cliprange_value)
-    steps = _steps(run, run.critic, batch, plan.work(critic.ppo_epochs), loss, critic.loss_agg_mode)
+    steps = _steps(run, run.critic, batch, plan, loss, critic.ppo_epochs, critic.loss_agg_mode)
     run.critic.sleep()
     return Update("critic", loss, steps, batch.info.sample_id)
 
@@ -359,11 +358,11 @@ def update_actor(run: PPORun, batch: RolloutBatch, plan: RolePlan) -> Update:
         corrected="correction" in batch.columns,
         sft_coef=None if run.sft_data is None else actor.sft_mix.coef,
     )
-    work = plan.work(actor.ppo_epochs)
+    examples: list[Step] = []
     if run.sft_data is not None:
-        batch, work = sft_mix.mixed_in(run, batch, work)
+        batch, examples = sft_mix.mixed_in(run, batch, [plan.minis[mini] for mini in plan.steps(actor.ppo_epochs)])
     rebel = RebelTarget(run, batch) if actor.policy_loss == "rebel" else None
-    steps = _steps(run, run.actor, batch, work, loss, actor.loss_agg_mode, before=rebel)
+    steps = _steps(run, run.actor, batch, plan, loss, actor.ppo_epochs, actor.loss_agg_mode, examples, rebel)
     return Update("actor", loss, steps, batch.info.sample_id, rebel.metrics() if rebel else {})
 
 
@@ -371,17 +370,24 @@ def _steps(
     run: PPORun,
     engine: ModelEngine,
     batch: RolloutBatch,
-    work: list[Step],
+    plan: RolePlan,
     loss: Loss,
+    epochs: int,
     mode: str,
+    examples: Sequence[Step] = (),
     before: Callable[[np.ndarray, list[list[int]]], None] | None = None,
 ) -> list[StepStats | None]:
+    """All optimizer steps of a role, each with its `examples` (none: without any), after a call of `before`."""
     norm_length = run.config.actor.loss_agg_norm_length
     steps = []
-    for mini, micro_batches in work:
+    for number, mini in enumerate(plan.steps(epochs)):
+        samples, micro_batches = plan.minis[mini], plan.micro_batches(mini)
+        if examples:
+            more, their_micro_batches = examples[number]
+            samples, micro_batches = np.concatenate([samples, more]), [*micro_batches, *their_micro_batches]
         if before is not None:
-            before(mini, micro_batches)
-        steps.append(engine.train_step(batch, mini, micro_batches, loss, agg_mode=mode, norm_length=norm_length))
+            before(samples, micro_batches)
+        steps.append(engine.train_step(batch, samples, micro_batches, loss, agg_mode=mode, norm_length=norm_length))
     return steps
 
 

@@ -41,10 +41,6 @@ class RolePlan:
                 order = np.random.RandomState((*self.seed, epoch)).permutation(len(self.minis))
             yield from order.tolist()
 
-    def work(self, epochs: int) -> list[Step]:
-        """Samples and this rank's micro-batches of every optimizer step of the iteration."""
-        return [(self.minis[mini], self.micro_batches(mini)) for mini in self.steps(epochs)]
-
 
 def plan_steps(engine: ModelEngine, lengths: np.ndarray, steps: list[np.ndarray], budget: Budget) -> Schedule:
     """Plan samples that are used once each, in steps of given composition."""

@@ -16,6 +16,7 @@ from megappo.parallel import backend
 from megappo.trainer import phases, sampling_rounds
 from megappo.trainer.effective import changing_metrics
 from megappo.trainer.evaluate import evaluate
+from megappo.trainer.external_eval import external_evaluation
 from megappo.trainer.guard import Event, Verdict
 from megappo.trainer.interrupt import StopRequest
 from megappo.trainer.offline import prepare_offline
@@ -52,7 +53,7 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
     begin_guard(run)
     phases.sync_weights(run)
     metrics: dict[str, float] = {}
-    if run.iteration == 0 and trainer.val_before_train and run.val_data is not None:
+    if run.iteration == 0 and trainer.val_before_train and _evaluates(run):
         metrics = _evaluate(run, watch)
     stopping, verdict, events = stop.anywhere(), Verdict(), []
     while run.iteration < run.total_iterations and not stopping:
@@ -61,7 +62,7 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
             metrics = ppo_iteration(run, timer)
         run.iteration += 1
         last, stopping = run.iteration == run.total_iterations, stop.anywhere()
-        if _due(trainer.test_freq, run.iteration, last) and run.val_data is not None and not stopping:
+        if _due(trainer.test_freq, run.iteration, last) and _evaluates(run) and not stopping:
             with timer("testing"):
                 metrics |= _evaluate(run, watch)
         metrics |= timer.take() | peak_memory(timer.peaks())  # rules may watch times too
@@ -173,8 +174,14 @@ def _due(every: int, iteration: int, last: bool) -> bool:
     return every > 0 and (last or iteration % every == 0)
 
 
+def _evaluates(run: PPORun) -> bool:
+    return run.val_data is not None or run.config.trainer.eval_command is not None
+
+
 def _evaluate(run: PPORun, watch: Watch) -> dict[str, float]:
-    metrics, answers = evaluate(run)
+    metrics, answers = evaluate(run) if run.val_data is not None else ({}, [])
+    if run.config.trainer.eval_command is not None:
+        metrics |= external_evaluation(run, watch)
     watch.validation(run.iteration, metrics, answers[: run.config.trainer.log_val_samples])
     return metrics
 

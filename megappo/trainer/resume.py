@@ -27,7 +27,7 @@ from megappo.rollout.base import RolloutLost
 from megappo.trainer.setup import PPORun
 
 # What a resumed run may change without a word: how long to run, what to log and record.
-_FREE_TO_CHANGE = ("trainer.", "sft.", "guard.", "rollout.val.", "rollout.record_dir")
+_FREE_TO_CHANGE = ("trainer.", "sft.", "reward_model.", "guard.", "rollout.val.", "rollout.record_dir")
 _TOLD = ("trainer.seed", "trainer.critic_warmup")
 
 

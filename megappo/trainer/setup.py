@@ -22,11 +22,14 @@ from megappo.models.spec import load_spec
 from megappo.parallel import backend
 from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.combine import CombinedReward, build_reward
+from megappo.rewards.model import RewardScale
 from megappo.rollout.base import RolloutEngine, SamplingParams
 from megappo.rollout.offline import OfflineEngine
 from megappo.rollout.recorded import RecordedEngine
 from megappo.trainer.effective import batch_sizes, count_iterations, effective_config, largest_batch, optimizer_steps
 from megappo.trainer.guard import Guard
+from megappo.trainer.planning import budget
+from megappo.trainer.scoring import RewardModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -78,6 +81,7 @@ class PPORun:
     guard_introduced: bool = False
     engines: dict[str, ModelEngine] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    reward_models: dict[str, RewardModel] = field(default_factory=dict)
     pending_save: Any = None  # resume.PendingCheckpoint
 
     @property
@@ -266,10 +270,27 @@ def _build_engines(config: ExperimentConfig, iterations: int) -> dict[str, Model
             optim=critic.optim,
             total_steps=optimizer_steps(sizes, critic.ppo_mini_batch_size, critic.ppo_epochs),
         )
+        scale = RewardScale.read(critic.path)  # a reward model's values begin in the unit of its rewards
+        engines["critic"].scale_head(scale.mean, scale.std)
     if config.needs_reference:
         reference = config.reference
         engines["reference"] = build_engine(reference.path, reference.parallel, model, temperature=temperature)
     return engines
+
+
+def _build_reward_models(config: ExperimentConfig, reward: CombinedReward) -> dict[str, RewardModel]:
+    """The reward models among the rewards, by the component's name. Collective."""
+    models = {}
+    for name, settings in zip(reward.components, config.rewards, strict=True):
+        if settings.type == "model":
+            scale = RewardScale.read(settings.path)
+            engine = build_engine(settings.path, settings.parallel, config.model, critic=True)
+            sizes = budget(
+                config.actor.use_dynamic_bsz, settings.micro_batch_size_per_gpu, settings.max_token_len_per_gpu
+            )
+            models[name] = RewardModel(engine, scale, sizes)
+            engine.sleep()
+    return models
 
 
 def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
@@ -295,6 +316,7 @@ def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
         kl_controller=KlCoefficient(ctrl.type, target_kl=ctrl.target_kl, horizon=ctrl.horizon, power=ctrl.power),
         guard=Guard(config),
         engines=engines,
+        reward_models=_build_reward_models(config, inputs.reward),
     )
 
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from megappo.trainer.setup import PPORun
 
 
-def mixed_in(run: PPORun, batch: RolloutBatch, work: list[Step]) -> tuple[RolloutBatch, list[Step]]:
-    """The actor's batch with examples behind its samples, and the steps with their share of them.
+def mixed_in(run: PPORun, batch: RolloutBatch, minis: list[np.ndarray]) -> tuple[RolloutBatch, list[Step]]:
+    """The actor's batch with examples behind its samples, and those of every step (`minis`: the policy's samples).
 
     The examples are planned like all samples, in micro-batches of their own: the policy's stay what they are.
     """
     actor, engine = run.config.actor, run.actor
-    counts = [examples_per_step(actor.sft_mix.fraction, len(mini)) for mini, _ in work]
+    counts = [examples_per_step(actor.sft_mix.fraction, len(mini)) for mini in minis]
     chosen = draw(len(run.sft_data), sum(counts), (run.config.trainer.seed, run.iteration))
     rows = [run.sft_data[i] for i in chosen]
     steps = np.split(np.arange(len(rows)), np.cumsum(counts)[:-1])
@@ -30,11 +30,11 @@ def mixed_in(run: PPORun, batch: RolloutBatch, work: list[Step]) -> tuple[Rollou
     schedule = plan_steps(engine, np.array([len(row) for row in rows]), steps, sizes)
     examples = row_batch(rows, engine.placement(schedule.owner), dist.get_rank())
     examples.info.sft[:] = True
+    examples.info.sample_id = -1 - np.array(chosen)  # in messages: no sample of the policy
     first, out = len(batch.info), []
-    for (mini, micro_batches), step, ranks in zip(work, steps, schedule.micro_batches, strict=True):
+    for step, ranks in zip(steps, schedule.micro_batches, strict=True):
         mine = [] if engine.dp_rank is None else ranks[engine.dp_rank]
-        more = [[first + sample for sample in micro] for micro in mine]
-        out.append((np.concatenate([mini, first + step]), [*micro_batches, *more]))
+        out.append((first + step, [[first + sample for sample in micro] for micro in mine]))
     return batch.followed_by(examples), out
 
 

@@ -38,8 +38,7 @@ class Watch:
             else Sinks([])
         )
         self.event_log = EventLog(Path(trainer.output_dir))
-        if self.main:
-            _write_config(Path(trainer.output_dir), config)
+        self._unwritten: ExperimentConfig | None = config if self.main else None
 
     def resumed(self, iteration: int) -> None:
         """The run continues after `iteration`: records of later iterations will be made again."""
@@ -52,6 +51,7 @@ class Watch:
         """One iteration's metrics, completed by the throughput."""
         if self.main:
             self.event_log.begin()
+        self._keep_config()
         seconds = metrics.get("timing_s/step")
         tokens = metrics.get("perf/total_num_tokens")
         if seconds and tokens:
@@ -73,9 +73,16 @@ class Watch:
 
     def validation(self, iteration: int, metrics: dict[str, float], answers: Sequence) -> None:
         """Held-out metrics on their own line (before training), and some answers."""
+        self._keep_config()
         if iteration == 0:
             self.sinks.log(metrics, iteration)
         self.sinks.text("val/generations", [asdict(answer) for answer in answers], iteration)
+
+    def _keep_config(self) -> None:
+        """With the first metrics, not before: a run that cannot start leaves no folder behind."""
+        if self._unwritten is not None:
+            _write_config(Path(self._unwritten.trainer.output_dir), self._unwritten)
+            self._unwritten = None
 
     def say(self, text: str) -> None:
         if self.main:

@@ -145,7 +145,7 @@ def test_common_settings_arrive(setting, key, value):
         (f"{A}.optim.warmup_style=wsd", "MegaPPO has constant, linear, cosine"),
         (f"{A}.fsdp_config.param_offload=True", "replace FSDP"),
         ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported"),
-        ("reward_model.enable=True", "reward models are not supported"),
+        ("reward_model.enable=True", "add the reward model to `rewards`"),
         ("trainer.logger=['console','wandb']", "wandb dropped"),
         ("actor_rollout_ref.model.path=Qwen/Qwen2-7B", "looks like a name on a hub"),
         (f"{A}.optim.min_lr=1e-7", "set actor.optim.min_lr_ratio"),

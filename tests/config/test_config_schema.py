@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_users_documents():
 
 
 def test_resolved_leaves_no_inheriting_key_null():
-    config = make(sft={"train_files": ["a"]}).resolved()
+    config = make(sft={"train_files": ["a"]}, reward_model={"train_files": ["a"]}).resolved()
     assert [name for name in INHERITS if value_at(config, name) is None] == []
 
 
@@ -120,7 +120,7 @@ def test_every_key_has_a_one_line_meaning_and_sizes_name_their_unit():
         if leaf.endswith(("_len_per_gpu", "_length", "_buffer_len")):
             assert "(tokens)" in row.meaning, row.name
         if leaf.endswith("batch_size_per_gpu"):
-            assert "(samples)" in row.meaning, row.name
+            assert "(samples)" in row.meaning or "(pairs)" in row.meaning, row.name
         if leaf.endswith("_s"):
             assert "(seconds)" in row.meaning, row.name
 

@@ -111,7 +111,7 @@ def megappo_words(words: list[str]) -> list[str] | None:
     if "megappo_cli" in words:
         return words[words.index("megappo_cli") + 1 :]
     if words[0] == "launch/torchrun.sh":
-        return next((words[i:] for i, word in enumerate(words) if word in ("train", "sft")), [])
+        return next((words[i:] for i, word in enumerate(words) if word in ("train", "sft", "reward-model")), [])
     return None
 
 
@@ -154,11 +154,12 @@ def test_commands_exist_with_their_options_and_keys(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in OTHER_TOOLS], ids=page_id)
 def test_keys_in_the_text_exist(page):
-    sections = "trainer|model|actor|critic|reference|rollout|algorithm|rewards|data|sft"
+    sections = "trainer|model|actor|critic|reference|rollout|algorithm|rewards|data|sft|reward_model"
     for span in code_spans(page):
         found = re.fullmatch(rf"((?:{sections})\.[a-z0-9_.]+)(?:[:=].*)?", span)
         if found and not found[1].endswith((".py", ".safetensors", ".md")):
-            assert is_key(found[1]), f"{page.name}: no key {span}"
+            # A column of the rows has the name of a section.
+            assert is_key(found[1]) or found[1] == "reward_model.ground_truth", f"{page.name}: no key {span}"
 
 
 def setup_extras() -> set[str]:
@@ -196,6 +197,7 @@ def metric_sources() -> list[Path]:
     """The modules of the trainer that a run imports, and those that name metrics for it."""
     found: list[Path] = []
     queue = [ROOT / "megappo/trainer/ppo.py", ROOT / "megappo/trainer/sft.py"]
+    queue.append(ROOT / "megappo/trainer/reward_model.py")
     while queue:
         file = queue.pop()
         if file not in found:
@@ -287,6 +289,8 @@ def test_experiments_load(file):
     config, _ = read_config(file)
     if config.sft is not None:
         read_config(file, kind="sft")
+    if config.reward_model is not None:
+        read_config(file, kind="reward-model")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -62,16 +62,17 @@ def one_step(folder, layout_options: dict, sizes: dict, kind: str, coef: float |
     mine = plan.placement.samples_of(dist.get_rank())
     index = whole.token_index(list(mine))
     batch = RolloutBatch(whole.info, plan.placement, mine, {k: c[index] for k, c in whole.columns.items()})
-    work = plan.work(1)
+    samples, micro_batches = plan.minis[0], plan.micro_batches(0)
     if coef is not None:
         config = SimpleNamespace(actor=actor, trainer=SimpleNamespace(seed=1))
         run = SimpleNamespace(config=config, actor=engine, sft_data=ROWS, iteration=4)
-        batch, work = sft_mix.mixed_in(run, batch, work)
+        batch, ((more, theirs),) = sft_mix.mixed_in(run, batch, [samples])
+        samples, micro_batches = np.concatenate([samples, more]), [*micro_batches, *theirs]
         assert "sft" in batch.info.source and batch.info.sft.sum() == 2
     config = PolicyLossConfig(kind, 0.2, 0.28, 3.0)
     loss = PolicyLoss(config, entropy_coeff=0.01, kl_coef=0.05, sft_coef=coef)
     agg = "seq-mean-token-mean" if kind == "gspo" else "token-mean"
-    step = engine.train_step(batch, *work[0], loss, agg_mode=agg)
+    step = engine.train_step(batch, samples, micro_batches, loss, agg_mode=agg)
     numbers = MetricAccumulator()
     for name in loss.sums:
         numbers.add_sum(name, step.sums[name] if engine.reports else 0.0, 1)

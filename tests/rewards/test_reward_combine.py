@@ -300,7 +300,7 @@ def entry(type_, **values):
         ([entry("function", path="length")], "is not module:function"),
         ([entry("function", path="no_such.py:fn")], "file not found"),
         ([entry("function", path="a:b", kwargs={"extra_info": 1})], r"kwargs\.extra_info"),
-        ([entry("gsm8k", path="a:b")], "path is only for type 'function'"),
+        ([entry("gsm8k", path="a:b")], "path is only for types 'function' and 'model'"),
         ([entry("gsm8k", url="http://a")], "url is only for type 'remote'"),
         ([entry("gsm8k", kwargs={"mode": 1})], r"rewards\[0\].kwargs.mode is unknown.*known: method"),
         ([entry("gsm8k", kwargs={"method": "x"})], "strict, flexible"),

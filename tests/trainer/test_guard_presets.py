@@ -197,3 +197,15 @@ def test_an_iteration_above_the_band_is_not_healthy():
     guard = make_guard(preset="conservative")
     events_of(guard, {KL: 0.02})
     assert guard.metrics()["guard/healthy"] == 0.0
+
+
+@pytest.mark.parametrize("preset", ["conservative", "loose"])
+def test_losses_below_a_half_are_reported_as_converged(preset):
+    """Ten times in a row, told once; nothing else happens."""
+    guard, told = make_guard(preset=preset), []
+    calm = {**HEALTHY, KL: 0.01 if preset == "conservative" else 0.05}
+    for i in range(500, 520):
+        events = guard.check({**calm, "actor/pg_loss": 0.4, "critic/vf_loss": 0.4}, i, TOTAL)
+        told += [(event.step, event.rule) for event in events]
+        assert not any(kind in action for e in events for action in e.actions for kind in ("rollback", "scale", "stop"))
+    assert told == [(509, "policy_converged"), (509, "value_converged")]

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megappo.bridge import algebra
 from megappo.bridge.algebra import Rule
 from megappo.bridge.families import moe
 from megappo.models.spec import ModelSpec
 
-VALUE_HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+
+class Names(NamedTuple):
+    """What is not part of a layer, as the checkpoints name it."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    value_weight: str = "score.weight"
+    value_bias: str = "score.bias"
+
+
+NAMES = Names()
 
 
 def embedding_rules(spec: ModelSpec, tp: int) -> list[Rule]:
@@ -15,7 +28,7 @@ def embedding_rules(spec: ModelSpec, tp: int) -> list[Rule]:
     return [
         algebra.vocabulary(
             "embedding.word_embeddings.weight",
-            "model.embed_tokens.weight",
+            NAMES.embedding,
             spec.vocab_size,
             padded,
             spec.hidden_size,
@@ -26,12 +39,12 @@ def embedding_rules(spec: ModelSpec, tp: int) -> list[Rule]:
 def head_rules(spec: ModelSpec, tp: int, *, critic: bool, has_embedding: bool) -> list[Rule]:
     """The last stage: final norm and head. A tied head on the embedding's own stage is no parameter of its own."""
     h = spec.hidden_size
-    rules = [algebra.replicated("decoder.final_layernorm.weight", "model.norm.weight", h)]
+    rules = [algebra.replicated("decoder.final_layernorm.weight", NAMES.final_norm, h)]
     if critic:
-        rules.append(algebra.replicated("output_layer.weight", VALUE_HEAD["output_layer.weight"], 1, h))
-        rules.append(algebra.replicated("output_layer.bias", VALUE_HEAD["output_layer.bias"], 1))
+        rules.append(algebra.replicated("output_layer.weight", NAMES.value_weight, 1, h))
+        rules.append(algebra.replicated("output_layer.bias", NAMES.value_bias, 1))
     elif not (spec.tied_embeddings and has_embedding):
-        source = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+        source = NAMES.embedding if spec.tied_embeddings else NAMES.head
         rules.append(algebra.vocabulary("output_layer.weight", source, spec.vocab_size, spec.padded_vocab(tp), h))
     return rules
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from megappo.bridge import algebra
 from megappo.bridge.algebra import Rule
 from megappo.models.spec import ModelSpec
 
-# (block inside the layer, router, gate, up, down) as the checkpoints name them
-_NAMES = {
-    "MixtralForCausalLM": ("block_sparse_moe.", "gate", "w1", "w3", "w2"),
-    "Qwen3MoeForCausalLM": ("mlp.", "gate", "gate_proj", "up_proj", "down_proj"),
+
+class ExpertNames(NamedTuple):
+    """How a family's checkpoints name the block inside the layer, and what is in it."""
+
+    block: str
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe.", "gate", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": ExpertNames("mlp.", "gate", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -20,7 +31,7 @@ def expert_rules(spec: ModelSpec, m: str, h: str, experts: range, *, grouped: bo
 
     `grouped`: Transformer Engine's grouped layers number their weights; megatron's own experts are modules.
     """
-    block, router, gate, up, down = _NAMES[spec.architecture]
+    block, router, gate, up, down = NAMES[spec.architecture]
     h += block
     hidden, ffn = spec.hidden_size, spec.moe.ffn_size
     rules = [algebra.replicated(m + "mlp.router.weight", f"{h}{router}.weight", spec.moe.num_experts, hidden)]

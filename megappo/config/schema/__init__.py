@@ -19,6 +19,7 @@ from megappo.config.schema.offline import OfflineConfig
 from megappo.config.schema.optim import CriticOptimConfig, OptimConfig, SftOptimConfig
 from megappo.config.schema.parallel import ParallelConfig
 from megappo.config.schema.reference import ReferenceConfig
+from megappo.config.schema.reward_model import RewardModelConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.schema.rollout import RolloutConfig, ValRolloutConfig
 from megappo.config.schema.schedules import ADJUSTABLE, SCHEDULABLE, ScheduleConfig
@@ -54,6 +55,7 @@ __all__ = [
     "ParallelConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RewardShapingConfig",
     "RolloutConfig",
     "ScheduleConfig",

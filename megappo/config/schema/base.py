@@ -10,6 +10,13 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 FloatPair = Annotated[tuple[float, float], Strict(False)]  # a YAML list of two numbers
 
 
+def ordered(pair: tuple[float, float]) -> tuple[float, float]:
+    """A validator for [low, high]."""
+    if pair[0] >= pair[1]:
+        raise ValueError("low must be below high; swap them")
+    return pair
+
+
 class Section(BaseModel):
     """One mapping of the YAML file. Unknown keys and wrong types are errors, never converted."""
 

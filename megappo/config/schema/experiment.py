@@ -11,6 +11,7 @@ from megappo.config.schema.guard import GuardConfig, drift_rule
 from megappo.config.schema.model import ModelConfig
 from megappo.config.schema.offline import OfflineConfig
 from megappo.config.schema.reference import ReferenceConfig
+from megappo.config.schema.reward_model import RewardModelConfig
 from megappo.config.schema.rewards import RewardConfig
 from megappo.config.schema.rollout import RolloutConfig
 from megappo.config.schema.schedules import SCHEDULABLE, ScheduleConfig
@@ -47,11 +48,12 @@ INHERITS: dict[str, str] = {
     "rollout.dtype": "model.dtype",
     "algorithm.lam_critic": "algorithm.lam",
     "sft.parallel.expert_tensor_parallel_size": "sft.parallel.tensor_model_parallel_size",
+    "reward_model.parallel.expert_tensor_parallel_size": "reward_model.parallel.tensor_model_parallel_size",
 }
 
 
 class ExperimentConfig(Section):
-    """One experiment: what `megappo train` (and, with the section `sft`, `megappo sft`) reads."""
+    """One experiment: what `megappo train`, `megappo sft` (section `sft`) and `megappo reward-model` read."""
 
     trainer: TrainerConfig = sub(TrainerConfig, "How long to run, what to save, where to log.")
     model: ModelConfig = key(..., "The language model that is trained.")
@@ -68,6 +70,9 @@ class ExperimentConfig(Section):
     schedules: dict[str, ScheduleConfig] = key({}, "Values that change during the run, by the key they belong to.")
     guard: GuardConfig = sub(GuardConfig, "Rules over the metrics, and what they do when something goes wrong.")
     sft: SftConfig | None = key(None, "Supervised fine-tuning, for `megappo sft` only.")
+    reward_model: RewardModelConfig | None = key(
+        None, "Training a reward model on preference pairs, for `megappo reward-model` only."
+    )
 
     @property
     def needs_critic(self) -> bool:
@@ -101,7 +106,22 @@ class ExperimentConfig(Section):
                 setattr(owner, field, value)
                 if source in out.schedules and name in SCHEDULABLE:
                     out.schedules.setdefault(name, out.schedules[source].model_copy(deep=True))
+        for reward in out.rewards:
+            if reward.type == "model":
+                _inherit_from_actor(reward, out.actor)
         return out
+
+
+def _inherit_from_actor(reward: RewardConfig, actor: ActorConfig) -> None:
+    """A reward model's null keys take the actor's values, as the reference's do."""
+    if reward.parallel is None:
+        reward.parallel = actor.parallel.model_copy(deep=True)
+    elif reward.parallel.expert_tensor_parallel_size is None:
+        reward.parallel.expert_tensor_parallel_size = reward.parallel.tensor_model_parallel_size
+    if reward.micro_batch_size_per_gpu is None:
+        reward.micro_batch_size_per_gpu = actor.log_prob_micro_batch_size_per_gpu
+    if reward.max_token_len_per_gpu is None:
+        reward.max_token_len_per_gpu = actor.log_prob_max_token_len_per_gpu
 
 
 def _owner(root: Section, dotted: str) -> tuple[Any, str]:

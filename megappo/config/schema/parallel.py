@@ -1,4 +1,4 @@
-"""`parallel`: how one role (actor, critic, reference, sft) is cut over the ranks."""
+"""`parallel`: how one role (actor, critic, reference, a reward model, sft) is cut over the ranks."""
 
 from typing import Literal
 

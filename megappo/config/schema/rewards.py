@@ -4,13 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from megappo.config.schema.base import FloatPair, Section, key
-
-
-def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
-    if pair[0] >= pair[1]:
-        raise ValueError("low must be below high; swap them")
-    return pair
+from megappo.config.schema.base import FloatPair, Section, key, ordered
+from megappo.config.schema.parallel import ParallelConfig
 
 
 def _some(sources: list[str]) -> list[str]:
@@ -28,10 +23,11 @@ def _metric_name(name: str) -> str:
 class RewardConfig(Section):
     """One reward."""
 
-    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote", "recorded"] = key(
+    type: Literal["gsm8k", "math", "reasoning_gym", "function", "remote", "model", "recorded"] = key(
         ...,
         "gsm8k: number after ####; math: math-verify decides; reasoning_gym: the task's own scorer; function: your "
-        "own (see path); remote: an HTTP server (see url); recorded: the scores in the offline data.",
+        "own (see path); remote: an HTTP server (see url); model: a reward model (see path); recorded: the scores in "
+        "the offline data.",
     )
     name: Annotated[str, AfterValidator(_metric_name)] | None = key(
         None, "Name in metrics and errors; null: the type, or the function's name."
@@ -40,7 +36,7 @@ class RewardConfig(Section):
     sources: Annotated[list[str], AfterValidator(_some)] | None = key(
         None, "Patterns (* ? [ab]) of the data sources it applies to; null: all. Each sample needs a reward."
     )
-    clip: Annotated[FloatPair, AfterValidator(_ordered)] | None = key(
+    clip: Annotated[FloatPair, AfterValidator(ordered)] | None = key(
         None, "Its scores are clipped to [low, high], before standardising and weighting; null: not clipped."
     )
     standardize: bool = key(
@@ -58,7 +54,19 @@ class RewardConfig(Section):
     workers: int = key(1, "Processes per rank (function, math, reasoning_gym).", ge=1)
     kwargs: dict[str, Any] = key({}, "Keyword arguments of the function; options of gsm8k and math; sent by remote.")
     path: str | None = key(
-        None, "Your function, `package.module:function` or `path/to/file.py:function`, for type `function`."
+        None,
+        "For type `function`: yours, `package.module:function` or `path/to/file.py:function`; for type `model`: the "
+        "reward model's folder.",
+    )
+    parallel: ParallelConfig | None = key(None, "Layout of the model over the ranks; null: actor.parallel (model).")
+    micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward on a rank (samples); null: actor.log_prob_micro_batch_size_per_gpu (model).", ge=1
+    )
+    max_token_len_per_gpu: int | None = key(
+        None,
+        "Token budget of a forward on a rank, with actor.use_dynamic_bsz (tokens); null: "
+        "actor.log_prob_max_token_len_per_gpu (model).",
+        ge=1,
     )
     url: str | None = key(None, "Where batches of responses are posted, http(s)://…, for type `remote`.")
     token_env: str | None = key(None, "Environment variable whose value is sent as bearer token (remote).")

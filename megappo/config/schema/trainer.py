@@ -32,6 +32,12 @@ class TrainerConfig(Section):
     async_save: bool = key(False, "Write checkpoints in the background while training goes on.")
     test_freq: SaveEvery = key(5, "Evaluate on the validation prompts every so many iterations; -1: never.")
     val_before_train: bool = key(True, "Evaluate once before the first iteration.")
+    eval_command: str | None = key(
+        None,
+        "Command run at each evaluation on an exported copy of the policy, `{model}` (also `{iteration}`, "
+        "`{output_dir}`); the JSON object in its last line is logged; null: none.",
+    )
+    eval_command_timeout_s: int = key(300, "Longest time for it (seconds).", ge=1)
     critic_warmup: int = key(0, "Iterations at the start in which only the critic is trained.", ge=0)
     seed: int = key(1, "Seed of everything random: data order, sampling, initialisation.", ge=0, le=10**9)
     logger: list[Logger] = key(["console", "tensorboard", "jsonl"], "Where metrics go, any number of them.")
