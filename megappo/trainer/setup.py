@@ -167,7 +167,7 @@ def _build_rollout(config: ExperimentConfig, tokenizer: Any, actor: ModelEngine,
         from megappo.rollout.sglang.build import build_sglang
 
         dtype, shapes = DTYPES[config.rollout.dtype], actor.weights.hf_shapes()
-        return build_sglang(config, lambda: _current_weights(actor, dtype), shapes, actor.spec.vocab_size, dtype)
+        return build_sglang(config, lambda: _current_weights(actor, dtype), shapes, actor.spec, dtype)
     if config.offline_data:
         generates = evaluated or config.offline.fallback != "none"
         return OfflineEngine(_build_embedded(config, tokenizer) if generates else None)

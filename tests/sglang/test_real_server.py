@@ -19,11 +19,13 @@ from warm_ranks import on_ranks
 
 from megappo.config.schema.rollout import SGLangConfig
 from megappo.data.prepare.tiny_model import build_tokenizer
+from megappo.models.spec import load_spec
 from megappo.rollout.base import GenerateRequest, SamplingParams
 from megappo.rollout.sglang.build import cpu_starter
 from megappo.rollout.sglang.engine import SGLangEngine
 from megappo.rollout.sglang.group import GroupWay
 from megappo.rollout.sglang.servers import Pool
+from megappo.rollout.sglang.shards import ShardWay
 from megappo.rollout.sglang.weights import DiskWay, TensorWay
 from megappo.trainer.ppo import run_ppo
 
@@ -82,14 +84,15 @@ def test_log_probs_are_the_model_s_after_every_way_of_sending_weights(tmp_path, 
     shapes = {name: tuple(tensor.shape) for name, tensor in named(old)}
     disk = DiskWay(tmp_path / "sync", shapes, tmp_path / "old", torch.float32)
     group = GroupWay(100_000, 120.0, torch.device("cpu"))
+    shards = ShardWay(load_spec(tmp_path / "old"), 60_000)
     current = [old]
     engine = SGLangEngine(settings, pool, tensors, lambda: named(current[0]), 131)
     sampling = SamplingParams(max_new_tokens=12, stop_token_ids=(*EOS, 40, 41, 42, 43))
     asked = requests()
+    updates = [(old, tensors), (new, tensors), (old, disk), (new, group), (old, group)]
+    updates += [(new, shards), (old, shards), (new, disk)]
     try:
-        for version, (model, way) in enumerate(
-            [(old, tensors), (new, tensors), (old, disk), (new, group), (old, group), (new, disk)]
-        ):
+        for version, (model, way) in enumerate(updates):
             engine.way, current[0] = way, model
             report = engine.update_weights(named(model), version)
             assert report.version == version and report.bytes > 0

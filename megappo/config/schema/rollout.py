@@ -53,17 +53,18 @@ class SGLangConfig(Section):
     restarts: int = key(3, "Restarts of a server that died, within an iteration (restarts).", ge=0)
     health_interval_s: float = key(10.0, "Time between health checks while generating (seconds).", gt=0)
     health_timeout_s: float = key(60.0, "A server that does not pass its check for so long is dead (seconds).", gt=0)
-    weight_sync: Literal["auto", "tensor", "distributed", "disk"] = key(
+    weight_sync: Literal["auto", "tensor", "shards", "distributed", "disk"] = key(
         "auto",
-        "How weights reach the servers. tensor: in requests, by value; distributed: NCCL broadcast (gloo without "
-        "GPUs); disk: through a folder that all see; auto: tensor for models below 1 GB, otherwise disk.",
+        "How weights reach the servers. tensor: in requests, by value; shards: the same, cut for each server rank; "
+        "distributed: NCCL broadcast (gloo without GPUs); disk: through a folder that all see; auto: tensor for "
+        "models below 1 GB, otherwise disk.",
     )
     sync_host: str | None = key(
         None, "This machine's address as the servers see it, for weight_sync distributed; null: found out."
     )
     sync_timeout_s: float = key(600.0, "Longest wait for one step of a weight update (seconds).", gt=0)
     sync_dir: str | None = key(None, "Folder for weight_sync disk; null: in trainer.output_dir.", path=True)
-    bucket_mb: int = key(256, "Weights in one request of weight_sync tensor or distributed (MB).", ge=1)
+    bucket_mb: int = key(256, "Weights in one request of weight_sync tensor, shards or distributed (MB).", ge=1)
 
 
 class RolloutConfig(Section):

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.schema import ExperimentConfig
+from megappo.models.spec import ModelSpec
 from megappo.parallel import backend
 from megappo.rollout.sglang.engine import SGLangEngine
 from megappo.rollout.sglang.group import GroupWay
 from megappo.rollout.sglang.http import load_httpx
 from megappo.rollout.sglang.servers import Pool
+from megappo.rollout.sglang.shards import ShardWay
 from megappo.rollout.sglang.weights import DiskWay, TensorWay
 
 _SMALL_MODEL = 1_000_000_000  # bytes: below, weights go by value in requests
@@ -26,7 +28,7 @@ def build_sglang(
     config: ExperimentConfig,
     weights: Callable[[], Iterable[tuple[str, Tensor]]],
     shapes: dict[str, tuple[int, ...]],
-    vocab_size: int,
+    spec: ModelSpec,
     dtype: torch.dtype,
 ) -> SGLangEngine:
     """The servers begin to start here, on rank 0; the first weight update waits for them.
@@ -44,6 +46,8 @@ def build_sglang(
             kind = "tensor" if size < _SMALL_MODEL else "disk"
         if kind == "tensor":
             way = TensorWay(bucket)
+        elif kind == "shards":
+            way = ShardWay(spec, bucket)
         elif kind == "distributed":
             way = GroupWay(
                 settings.bucket_mb * 1_000_000, settings.sync_timeout_s, backend.device(), settings.sync_host
@@ -52,7 +56,7 @@ def build_sglang(
             folder = Path(settings.sync_dir) if settings.sync_dir else out / "weights"
             way = DiskWay(folder, shapes, Path(config.model.path), dtype)
         pool = Pool(settings, config.rollout.servers, out, lambda port, i: server_command(config, port, i))
-    return SGLangEngine(settings, pool, way, weights, vocab_size)
+    return SGLangEngine(settings, pool, way, weights, spec.vocab_size)
 
 
 def cpu_starter() -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -51,12 +52,18 @@ class _Hung:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Wake:
+    """Look whether the batch is still wanted."""
+
+
 class Batch:
     """The requests of one `generate` call and what is known of them; survives the loss of all servers."""
 
     def __init__(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         self.requests, self.sampling = requests, sampling
         self.results: dict[int, GeneratedSample] = {}
+        self.cancelled = threading.Event()  # nobody wants the results any more
 
     @property
     def finished(self) -> bool:
@@ -82,7 +89,7 @@ class Round:
         self._servers: dict[str, Server] = {}
         self._tasks: dict[int, asyncio.Task] = {}  # by request
         self._attempts: dict[tuple[int, str], int] = {}  # failed ones, by request and server
-        self._events: asyncio.Queue[_Outcome | _Again | _Hung] = asyncio.Queue()
+        self._events: asyncio.Queue[_Outcome | _Again | _Hung | _Wake] = asyncio.Queue()
         self._rng = random.Random()
         self._queued: dict[int, float] = {}
         self._why = ""
@@ -104,6 +111,8 @@ class Round:
         watchers = [asyncio.ensure_future(self._watch(server)) for server in servers]
         try:
             while not self.batch.finished and self.router.servers:
+                if self.batch.cancelled.is_set():
+                    raise RolloutLost("cancelled")
                 while (pick := self.router.next()) is not None:
                     self._send(*pick)
                 stuck = self.router.stuck()
@@ -142,7 +151,9 @@ class Round:
         """Tell when the server's process ends or it stops generating."""
         due = time.monotonic() + self.settings.health_interval_s
         while True:
-            await asyncio.sleep(min(1.0, self.settings.health_interval_s))
+            await asyncio.sleep(min(0.5, self.settings.health_interval_s))
+            if self.batch.cancelled.is_set():
+                self._events.put_nowait(_Wake())
             if server.process is not None and not server.process.alive:
                 reason = f"it ended with exit code {server.process.exit_code}"
                 self._events.put_nowait(_Hung(server.name, reason))
@@ -156,12 +167,12 @@ class Round:
             due = time.monotonic() + self.settings.health_interval_s
 
     # -------------------------------------------------------------- what happened
-    def _handle(self, event: _Outcome | _Again | _Hung) -> None:
+    def _handle(self, event: _Outcome | _Again | _Hung | _Wake) -> None:
         if isinstance(event, _Again):
             self.router.submit([event.item])
         elif isinstance(event, _Hung):
             self._lose(event.server, event.reason)
-        elif event.server not in self._servers:
+        elif isinstance(event, _Wake) or event.server not in self._servers:
             pass  # the server was lost meanwhile, and the request has been submitted again
         elif event.answer is not None:
             self._answered(event.server, event.item, event.answer)

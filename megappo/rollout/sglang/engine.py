@@ -14,7 +14,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,21 +31,14 @@ from megappo.rollout.base import (
     SamplingParams,
     SyncReport,
 )
+from megappo.rollout.sglang.ahead import Ahead, Verdict
 from megappo.rollout.sglang.client import Batch, Round
 from megappo.rollout.sglang.group import GroupWay
 from megappo.rollout.sglang.http import Http
 from megappo.rollout.sglang.servers import Pool, Server
-from megappo.rollout.sglang.weights import DiskWay, TensorWay, Update
+from megappo.rollout.sglang.weights import Update, Way
 
 _PATIENCE = timedelta(days=2)  # a lost rank breaks the connection, and so ends the wait, long before
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What rank 0 tells the others: go on with `what`, or fail all together."""
-
-    what: str
-    error: UserError | None = None
 
 
 class SGLangEngine:
@@ -63,7 +55,7 @@ class SGLangEngine:
         self,
         settings: SGLangConfig,
         pool: Pool | None,
-        way: TensorWay | DiskWay | GroupWay | None,
+        way: Way | None,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         vocab_size: int,
     ) -> None:
@@ -76,6 +68,7 @@ class SGLangEngine:
         self._name = ""
         self._runner: asyncio.Runner | None = None
         self._http: Http | None = None
+        self._ahead: Ahead | None = None
         many = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if many else None
         self._rank = dist.get_rank() if many else 0
@@ -88,24 +81,31 @@ class SGLangEngine:
             UserError: a prompt that cannot be served.
             RolloutLost: on every rank, when no server is left or one of them refuses a request.
         """
-        wrong = self._wrong_request(requests)
-        everyone = self._gather((wrong, list(requests)))
-        batch, sizes = None, []
-        if everyone is not None:
-            sizes = [len(part) for _, part in everyone]
-            batch = Batch([request for _, part in everyone for request in part], sampling)
-            wrong = next((problem for problem, _ in everyone if problem), None)
-            self.pool.new_iteration()
-        while True:
-            verdict = self._agree(lambda: self._advance(batch, wrong))
-            if verdict.what == "done":
-                break
-            self._send_weights(self._weights(), self.weight_version, again=True)
-        parts = None
-        if batch is not None:
-            samples = iter(batch.samples())
-            parts = [[next(samples) for _ in range(size)] for size in sizes]
-        return self._scatter(parts)
+        return self._complete(self._collect(requests, sampling), self.weight_version)
+
+    def start(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
+        """Begin what `finish` will return; meanwhile the trainer may do as it likes. Collective."""
+        if self._ahead is not None:
+            raise RuntimeError("a batch is under way: finish() it first")
+        self._ahead = self._collect(requests, sampling)
+        if self.pool is not None:
+            self._ahead.begin(lambda work: self._work(work, background=True))
+
+    def finish(self, version: int) -> list[GeneratedSample]:
+        """The samples that `start` asked for; raises as `generate` does. Collective.
+
+        `version`: of the weights that a server gets which has lost its own.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            raise RuntimeError("no batch is under way: start() one first")
+        return self._complete(ahead, version)
+
+    def drop(self) -> None:
+        """Forget what `start` began, if anything."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Send full tensors, under their Hugging Face names, to all servers. Collective.
@@ -116,8 +116,9 @@ class SGLangEngine:
             RolloutLost: the first time, when no server becomes healthy.
             UserError: all servers refuse the weights.
         """
+        self._wait()
         first = self.weight_version == NO_WEIGHTS
-        self._agree(lambda: self._ready(first))
+        self._agree(lambda: self._judge(self._ready(first)))
         return self._send_weights(named_tensors, version)
 
     def sleep(self) -> None:
@@ -136,6 +137,7 @@ class SGLangEngine:
 
     def close(self) -> None:
         """End the servers that were started here."""
+        self.drop()
         if self._runner is not None:
             if self._http is not None:
                 if isinstance(self.way, GroupWay):
@@ -155,16 +157,51 @@ class SGLangEngine:
         out["rollout/sglang/servers"] = float(len(self.pool.holding(self.weight_version)))
         return out
 
-    # -------------------------------------------------------------- rank 0's work
-    async def _advance(self, batch: Batch, wrong: str | None) -> str:
-        """Generate as far as possible: "done", or "sync" when servers have come up that need weights first."""
+    # -------------------------------------------------------------- one batch
+    def _collect(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Ahead:
+        """All ranks' requests, on rank 0."""
+        self._wait()
+        everyone = self._gather((self._wrong_request(requests), list(requests)))
+        if everyone is None:
+            return Ahead(None, [], None)
+        self.pool.new_iteration()
+        batch = Batch([request for _, part in everyone for request in part], sampling)
+        wrong = next((problem for problem, _ in everyone if problem), None)
+        return Ahead(batch, [len(part) for _, part in everyone], wrong)
+
+    def _complete(self, work: Ahead, version: int) -> list[GeneratedSample]:
+        """Generate what is missing, as often as servers need weights for it; every rank's own samples."""
+        known = work.result()
+        while self._agree(lambda: self._work(work), known).what != "done":
+            known = None
+            # The stream has the trainer's weights of now, which may be newer than those the batch began with.
+            self._send_weights(self._weights(), version, again=version == self.weight_version)
+        parts = None
+        if work.batch is not None:
+            samples = iter(work.batch.samples())
+            parts = [[next(samples) for _ in range(size)] for size in work.sizes]
+        return self._scatter(parts)
+
+    def _wait(self) -> None:
+        """The event loop serves one thing at a time: let a batch that is under way come to its end."""
+        if self._ahead is not None:
+            self._ahead.result()
+
+    def _work(self, work: Ahead, *, background: bool = False) -> Verdict:
+        return self._judge(self._advance(work.batch, work.wrong, background))
+
+    async def _advance(self, batch: Batch, wrong: str | None, background: bool) -> str:
+        """Generate as far as possible: "done", or "sync" when servers have come up that need weights first.
+
+        In the background there is nobody to send weights, so as long as others hold them these go on alone.
+        """
         if wrong:
             raise UserError(wrong)
         http = self._connections()
         while not batch.finished:
             await self.pool.refresh(http)
             usable = self.pool.holding(self.weight_version)
-            if len(usable) < len(self.pool.up):
+            if len(usable) < len(self.pool.up) and not (background and usable):
                 return "sync"
             if usable:
                 await Round(batch, self.pool, http, self.settings, self.weight_version, self._name).run(usable)
@@ -199,7 +236,7 @@ class SGLangEngine:
             holding = self.pool.holding(version) if again else []
             servers = [server for server in self.pool.up if server not in holding]
             update = self._send_from_here(named, version, servers)
-        verdict = self._agree(lambda: self._sent_well(update))
+        verdict = self._agree(lambda: self._judge(self._sent_well(update)))
         n_bytes, transfers = (int(part) for part in verdict.what.split())
         return SyncReport(time.perf_counter() - started, n_bytes, transfers, version)
 
@@ -207,14 +244,13 @@ class SGLangEngine:
         update = Update(self.pool, self._connections(), self.settings, servers, self._name)
         self._run(update.begin(session=self.way.session))
         self.way.send(named, update, self._run)
-        if not isinstance(self.way, DiskWay) or self.way.trouble is None:
+        if self.way.trouble is None:
             self._run(update.end(version, session=self.way.session))
         return update
 
     async def _sent_well(self, update: Update) -> str:
-        trouble = self.way.trouble if isinstance(self.way, DiskWay) else None
-        if trouble is not None:
-            raise UserError(trouble)
+        if self.way.trouble is not None:
+            raise UserError(self.way.trouble)
         if update.refused and not update.servers:
             raise UserError(update.refused[0])
         return f"{update.bytes} {update.transfers}"
@@ -231,14 +267,18 @@ class SGLangEngine:
         return self._runner.run(work)
 
     # -------------------------------------------------------------- between ranks
-    def _agree(self, work: Callable[[], Awaitable[str]]) -> _Verdict:
-        """Rank 0 does the work; its word, or its UserError, is everybody's. Collective."""
+    def _judge(self, work: Awaitable[str]) -> Verdict:
+        """Rank 0's work, and what it means for all."""
+        try:
+            return Verdict(self._run(work))
+        except UserError as error:
+            return Verdict("failed", error)
+
+    def _agree(self, work: Callable[[], Verdict], known: Verdict | None = None) -> Verdict:
+        """Rank 0 works, unless its verdict is `known`; its word, or its UserError, is everybody's. Collective."""
         verdict = None
         if self._rank == 0:
-            try:
-                verdict = _Verdict(self._run(work()))
-            except UserError as error:
-                verdict = _Verdict("failed", error)
+            verdict = known or work()
         if self._group is not None:
             box = [verdict]
             dist.broadcast_object_list(box, src=0, group=self._group)

@@ -51,6 +51,7 @@ class GroupWay:
         self.bucket_bytes, self.timeout_s, self.device, self.host = bucket_bytes, timeout_s, device, host
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[str, _Link] = {}
+        self.trouble: str | None = None
 
     def send(self, named: Iterable[tuple[str, Tensor]], update: Update, run: Run) -> None:
         """Drain `named`; all buckets but the last leave the version as it is."""

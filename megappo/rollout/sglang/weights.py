@@ -1,8 +1,8 @@
 """New weights into servers: pause → flush → update → version → continue, by one of several ways.
 
-`Update` walks the order; a way carries the tensors: `TensorWay` in the requests, by value; `DiskWay` through a folder.
-Both take full tensors under their Hugging Face names. Where the bridge yields inference shards, a third one posts one
-payload for each tensor-parallel rank with `load_format="direct"` (`_payloads` is the place): nothing else changes.
+`Update` walks the order; a way carries the tensors, which come in full under their Hugging Face names: `TensorWay` in
+the requests, by value; `DiskWay` through a folder; `shards.ShardWay` cut for the server's ranks; `group.GroupWay` by
+broadcast.
 
 Nothing here raises for a server that fails: it is reported to the pool and left out, because the other ranks of the
 trainer are inside a collective meanwhile.
@@ -17,7 +17,7 @@ import random
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -122,6 +122,20 @@ class Update:
             raise Unavailable(f"{server.url}: has weights {found!r} after {self.version_name!r} were sent")
 
 
+class Way(Protocol):
+    """How tensors get into servers.
+
+    `session`: it stands between begin and end of an update session. `trouble`: why nothing could be sent, last time.
+    """
+
+    session: bool
+    trouble: str | None
+
+    def send(self, named: Iterable[tuple[str, Tensor]], update: Update, run: Run) -> None:
+        """Drain `named`, which is a collective, whatever happens."""
+        ...
+
+
 class TensorWay:
     """By value in the requests, bucket by bucket. Needs nothing but HTTP; a bucket is held as base64 text.
 
@@ -133,6 +147,7 @@ class TensorWay:
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
+        self.trouble: str | None = None
 
     def send(self, named: Iterable[tuple[str, Tensor]], update: Update, run: Run) -> None:
         """Drain `named`; all buckets but the last leave the version as it is."""
@@ -152,16 +167,13 @@ class TensorWay:
         payload = base64.b64encode(pickle.dumps(bucket)).decode()
 
         def body(server: Server) -> dict[str, Any]:
-            out: dict[str, Any] = {"serialized_named_tensors": self._payloads(payload, server), "flush_cache": last}
+            # The same full tensors for each tensor-parallel rank, which cuts out its part.
+            out: dict[str, Any] = {"serialized_named_tensors": [payload] * server.tp, "flush_cache": last}
             return out | ({"weight_version": update.version_name} if last else {})
 
         run(update.checked(api.FROM_TENSOR, body))
         update.bytes += len(update.servers) * sum(t.numel() * t.element_size() for _, t in bucket)
         update.transfers += 1
-
-    def _payloads(self, payload: str, server: Server) -> list[str]:
-        """One for each tensor-parallel rank: here the same full tensors for all of them, which they cut themselves."""
-        return [payload] * server.tp
 
 
 class DiskWay:
