@@ -2,6 +2,8 @@
 # make test       install, then run the test suite
 # make lint       ruff and shellcheck
 # make test-slow  long runs with a real pretrained model
+# make sglang-env   .venv-sglang: the environment of real SGLang servers on a machine without a GPU (2.6 GB)
+# make test-sglang  tests/sglang/ against real servers from there
 # make gpu-check  the tests that need a CUDA device, then the benchmark on it (one card, under eight minutes)
 # make clean      remove the environment and build products (never your runs)
 #
@@ -23,7 +25,7 @@ PY := $(CURDIR)/.venv/bin/python
 endif
 STAMP := build/installed$(shell printf %s "$(PY)" | tr -c 'A-Za-z0-9' '-')
 
-.PHONY: demo test lint test-slow gpu-check clean install
+.PHONY: demo test lint test-slow gpu-check sglang-env test-sglang clean install
 
 demo: install
 	PATH="$$(dirname "$(PY)"):$$PATH" PYTHON="$(PY)" bash launch/quickstart.sh
@@ -33,6 +35,21 @@ test: install
 
 test-slow: install
 	"$(PY)" -m pytest -m slow
+
+# SGLang's own list would bring CUDA libraries; this one is what a server on a CPU imports. PYTHON_SGLANG: its Python.
+PYTHON_SGLANG ?= $(CURDIR)/.venv-sglang/bin/python
+sglang-env: build/sglang-env
+
+build/sglang-env: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt
+	[ -x "$(PYTHON_SGLANG)" ] || "$(BASE_PYTHON)" -m venv .venv-sglang
+	"$(PYTHON_SGLANG)" -m pip install -q "$(TORCH)+cpu" 2>/dev/null || \
+		"$(PYTHON_SGLANG)" -m pip install -q --extra-index-url "$(TORCH_CPU_INDEX)" "$(TORCH)+cpu"
+	"$(PYTHON_SGLANG)" -m pip install -q --no-deps -r tests/sglang/requirements-no-deps.txt
+	"$(PYTHON_SGLANG)" -m pip install -q -r tests/sglang/requirements.txt
+	mkdir -p build && touch build/sglang-env
+
+test-sglang: install sglang-env
+	"$(PY)" -m pytest -m sglang tests/sglang
 
 gpu-check: install
 	@"$(PY)" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
@@ -73,5 +90,5 @@ install:
 	mkdir -p build && touch "$(STAMP)"
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ EXTRAS = {
     # NVIDIA Apex is not on the package index (the `apex` there is something else): build it from its own
     # repository. It is optional: Transformer Engine brings the same fused optimizer.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
-    "sglang": ["sglang>=0.5.23"],
+    "sglang": ["sglang>=0.5.23,<0.6", "httpx"],
     "ray": ["ray[default]>=2.40"],
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.18"],

@@ -34,7 +34,7 @@ REQUIRED = {
 
 #: (distribution, module, what happens without it, how to get it)
 OPTIONAL = (
-    ("sglang", "sglang", "the embedded rollout engine generates", "pip install 'megappo[sglang]'"),
+    ("sglang", "sglang", "the embedded engine generates, or servers elsewhere", "pip install 'megappo[sglang]'"),
     ("ray", "ray", "torchrun or --nproc starts the ranks", "pip install 'megappo[ray]'"),
     ("wandb", "wandb", "console, tensorboard and jsonl loggers", "pip install 'megappo[wandb]'"),
     ("mlflow", "mlflow", "console, tensorboard and jsonl loggers", "pip install 'megappo[mlflow]'"),

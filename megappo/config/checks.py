@@ -12,6 +12,7 @@ from megappo.config.check_changes import check_changes
 from megappo.config.check_layout import check_layout
 from megappo.config.check_offline import check_offline
 from megappo.config.check_reward_models import check_reward_models
+from megappo.config.check_sglang import check_sglang
 from megappo.config.model_folder import ModelFacts, export_problem, read_model_folder, tokenizer_problem
 from megappo.config.problems import Problem
 from megappo.config.schema.actor import ActorConfig
@@ -51,6 +52,7 @@ def _check_train(config: ExperimentConfig, world_size: int | None) -> Iterator[P
     yield from _check_batches(config, world_size)
     yield from check_changes(config)
     yield from check_offline(config)
+    yield from check_sglang(config)
     yield from _check_optim("actor.optim", config.actor.optim)
     if config.needs_critic:
         yield from _check_optim("critic.optim", config.critic.optim)

@@ -1,7 +1,7 @@
 """How a command ends: one-line errors, exit codes, and a note for whoever launched this rank.
 
 Exit codes: 0 done, 1 unexpected error (with its traceback), 2 a mistake in what the user supplied,
-3 stopped by the guard, 128 + n stopped on request by signal n (130 for Ctrl-C).
+3 stopped by the guard, 4 no rollout server left (saved), 128 + n stopped on request by signal n (130 for Ctrl-C).
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ from megappo.errors import UserError
 
 FinishReason = Literal["stop", "length", "abort"]
 
+
+class RolloutLost(UserError):
+    """No engine is left that could generate. The run's own state is whole: it can be saved."""
+
+
 NO_WEIGHTS = -1
 """`weight_version` of an engine that holds no usable weights."""
 
@@ -125,4 +130,12 @@ class RolloutEngine(Protocol):
 
     def health(self) -> EngineHealth:
         """Cheap; callable at any time."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the engine's own since the last call, for the logs; rank 0's count."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine has started. Idempotent; nothing else is called afterwards."""
         ...

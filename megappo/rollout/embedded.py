@@ -150,6 +150,12 @@ class EmbeddedEngine:
             return EngineHealth(False, "no weights: call update_weights()", self.weight_version)
         return EngineHealth(True, "ready", self.weight_version)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
     def _target(self, name: str, key: str, tensor: Tensor) -> Tensor:
         target = self._targets.get(key)
         if target is None:

@@ -122,6 +122,13 @@ class OfflineEngine:
     def health(self) -> EngineHealth:
         return self.inner.health() if self.inner is not None else EngineHealth(True, "", self.version)
 
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics() if self.inner is not None else {}
+
+    def close(self) -> None:
+        if self.inner is not None:
+            self.inner.close()
+
 
 def recorded_sample(
     sample_id: int, group_id: int, row: OfflineRow, response: RecordedResponse, logprobs: list[float] | None

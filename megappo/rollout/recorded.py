@@ -137,3 +137,9 @@ class RecordedEngine:
     def health(self) -> EngineHealth:
         ok = self.folder.is_dir()
         return EngineHealth(ok, "" if ok else f"{self.folder} does not exist", self.version)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing was started."""

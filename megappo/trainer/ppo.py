@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megappo.trainer.guard import Event, Verdict
 from megappo.trainer.interrupt import StopRequest
 from megappo.trainer.offline import prepare_offline
 from megappo.trainer.recover import begin_guard, carry_out, guard_step, update_forbidden
-from megappo.trainer.resume import load_run, save_run, settle, store_of
+from megappo.trainer.resume import load_run, save_run, saving_when_lost, settle, store_of
 from megappo.trainer.setup import DTYPES, PPORun, build_run, configure, leave_recorded_rollouts, read_inputs
 from megappo.trainer.watch import Watch
 
@@ -41,7 +41,8 @@ def run_ppo(config: ExperimentConfig) -> dict[str, float]:
         if inputs.sft_data is not None:
             watch.say(f"actor.sft_mix: {inputs.sft_data.report}")
         run = build_run(config, inputs)
-        with StopRequest() as stop:
+        with ExitStack() as ending, StopRequest() as stop:
+            ending.callback(lambda: run.rollout.close())  # whichever it is by then
             return _train(run, watch, stop)
 
 
@@ -57,7 +58,7 @@ def _train(run: PPORun, watch: Watch, stop: StopRequest) -> dict[str, float]:
     stopping, verdict, events = stop.anywhere(), Verdict(), []
     while run.iteration < run.total_iterations and not stopping:
         timer = Timer(backend.synchronize, memory=PeakMemory())
-        with timer("step"):
+        with timer("step"), saving_when_lost(run):
             metrics = ppo_iteration(run, timer)
         run.iteration += 1
         last, stopping = run.iteration == run.total_iterations, stop.anywhere()
@@ -161,6 +162,7 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
         run.weight_version += 1
         with timer("sync_weights"):
             metrics |= phases.sync_weights(run)
+    metrics |= run.rollout.metrics()
     tokens = int(batch.info.length.sum())
     metrics |= {"perf/total_num_tokens": float(tokens), "training/global_step": float(run.iteration + 1)}
     metrics["training/epoch"] = float((run.data_position - 1) // len(run.train_data))

@@ -7,6 +7,8 @@ numbers are all that has to be kept of them.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from megappo import __version__
 from megappo.checkpoint.distributed import PendingSave, load_engine, save_engine
 from megappo.checkpoint.store import CheckpointStore, write_json
 from megappo.engine.engine import ModelEngine
-from megappo.errors import UserError
-from megappo.parallel.reduce import any_rank, gather_objects
+from megappo.errors import Interrupted, UserError
+from megappo.parallel.reduce import any_rank, from_first_rank, gather_objects
+from megappo.rollout.base import RolloutLost
 from megappo.trainer.setup import PPORun
 
 # What a resumed run may change without a word: how long to run, what to log and record.
@@ -125,6 +128,29 @@ def settle(run: PPORun, *, wait: bool) -> None:
     if run.pending_save is not None and (wait or run.pending_save.written()):
         run.pending_save.finish()
         run.pending_save = None
+
+
+@contextmanager
+def saving_when_lost(run: PPORun) -> Iterator[None]:
+    """Around an iteration: when nobody is left to generate, the run is saved as it was before it. Collective.
+
+    Nothing but the place in the data, the rewards' statistics and the group numbers has changed by then.
+
+    Raises:
+        Interrupted: with exit code 4, names the checkpoint.
+    """
+    position, statistics = run.data_position, run.reward.state_dict()
+    try:
+        yield
+    except RolloutLost as lost:
+        run.data_position = position
+        run.reward.load_state_dict(statistics)
+        settle(run, wait=True)
+        store = store_of(run)
+        if run.iteration not in from_first_rank(store.iterations()):
+            save_run(run)
+        kept = store.folder(run.iteration)
+        raise Interrupted(f"stopped in iteration {run.iteration + 1}: {lost}. The checkpoint is {kept}", 4) from None
 
 
 def load_run(run: PPORun) -> list[str] | None:

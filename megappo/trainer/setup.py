@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,23 @@ def stop_token_ids(path: str, tokenizer: Any, extra: list[int]) -> tuple[int, ..
     return tuple(sorted(found))
 
 
-def _build_rollout(config: ExperimentConfig, tokenizer: Any, *, evaluated: bool) -> RolloutEngine:
+def _build_rollout(config: ExperimentConfig, tokenizer: Any, actor: ModelEngine, *, evaluated: bool) -> RolloutEngine:
+    if config.rollout.engine == "sglang":
+        from megappo.rollout.sglang.build import build_sglang
+
+        dtype, shapes = DTYPES[config.rollout.dtype], actor.weights.hf_shapes()
+        return build_sglang(config, lambda: _current_weights(actor, dtype), shapes, actor.spec, dtype)
     if config.offline_data:
         generates = evaluated or config.offline.fallback != "none"
         return OfflineEngine(_build_embedded(config, tokenizer) if generates else None)
     if config.rollout.engine == "recorded":
         return RecordedEngine(config.rollout.replay_dir, load_spec(config.model.path).vocab_size)
     return _build_embedded(config, tokenizer)
+
+
+def _current_weights(actor: ModelEngine, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from actor.stream_weights(dtype)
+    actor.sleep()
 
 
 def _build_embedded(config: ExperimentConfig, tokenizer: Any) -> RolloutEngine:
@@ -294,7 +305,7 @@ def build_run(config: ExperimentConfig, inputs: Inputs) -> PPORun:
         actor=engines["actor"],
         critic=engines.get("critic"),
         reference=engines.get("reference"),
-        rollout=_build_rollout(config, inputs.tokenizer, evaluated=inputs.val_data is not None),
+        rollout=_build_rollout(config, inputs.tokenizer, engines["actor"], evaluated=inputs.val_data is not None),
         sampling=SamplingParams(
             max_new_tokens=config.data.max_response_length,
             temperature=rollout.temperature,

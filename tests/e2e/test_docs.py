@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -210,6 +211,7 @@ def metric_sources() -> list[Path]:
         "algorithms/correction.py",
         "rewards/signals.py",
         "rewards/dynamic.py",
+        "rollout/sglang/engine.py",
     )
     return [*found, *(ROOT / "megappo" / name for name in others)]
 
@@ -267,6 +269,7 @@ MODELS = {
     "qwen2.5_7b_gsm8k": ((8,), QWEN, (28, 3584, 28, 4, 18944, 152064, 32768)),
     "llama3_8b_dapo_style": ((8,), LLAMA, (32, 4096, 32, 8, 14336, 128256, 131072)),
     "llama3_70b": ((32, 64), LLAMA, (80, 8192, 64, 8, 28672, 128256, 131072)),
+    "qwen2.5_7b_sglang": ((4,), QWEN, (28, 3584, 28, 4, 18944, 152064, 32768)),
     "offline_preferences": ((1, 2, 4, 8), QWEN, (24, 896, 14, 2, 4864, 151936, 32768)),
     "smollm2_cpu": ((2,), LLAMA, (30, 576, 9, 3, 1536, 49152, 8192)),
 }
@@ -302,6 +305,7 @@ def test_experiments_fit_their_models_and_ranks(name, tmp_path):
     file = ROOT / "yaml_configs" / f"{name}.yaml"
     changes = [f"model.path={tmp_path}", f"data.train_files={prompts}"]
     changes += [f"data.val_files={prompts}"] if "val_files" in file.read_text() else []
+    changes += [f"rollout.sglang.launch=[{sys.executable}]"] if "engine: sglang" in file.read_text() else []
     config, sources = read_config(file, changes)
     for world in worlds:
         sources.raise_if_any(check_config(config, world_size=world))

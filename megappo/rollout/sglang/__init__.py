@@ -1,0 +1,1 @@
+"""Generation by SGLang servers: see docs/rollouts.md."""
