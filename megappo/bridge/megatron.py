@@ -202,7 +202,7 @@ def stream_full_tensors(
 
 def _assemble(items: list[_Part], shape: tuple[int, ...], params, dtype, device) -> torch.Tensor:
     """One tensor of parts that are all here: a view of the parameter if it is in one part."""
-    boxes = [params[part.chunk][part.piece.local][slices(part.piece.local_box)] for part in items]
+    boxes = [params[part.chunk][part.piece.local].detach()[slices(part.piece.local_box)] for part in items]
     if len(boxes) == 1:
         return boxes[0].to(dtype)
     full = torch.empty(shape, dtype=dtype, device=device)
