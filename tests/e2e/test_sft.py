@@ -152,6 +152,13 @@ def test_a_new_run_keeps_earlier_checkpoints_apart(case):
     assert [p.name for p in (folder / "checkpoints").glob("iter_*")] == ["iter_000001"]
 
 
+def test_a_run_that_keeps_nothing_is_warned_about(case):
+    nothing = {"sft__export_path": None, "sft__save_freq": -1, "sft__total_steps": 1}
+    text = on_ranks(1, told, case, "nothing", nothing)
+    assert "warning: the fine-tuned model is kept nowhere: set sft.export_path or save_freq" in text
+    assert "warning" not in on_ranks(1, told, case, "something", {**nothing, "sft__save_freq": 1})
+
+
 def test_what_does_not_fit_is_reported_or_refused(case):
     text = on_ranks(1, told, case, "cut", {"sft__max_length": 5, "sft__total_steps": 1})
     assert "sft.train_files: 24 of 24 examples kept, longest 7 tokens" in text and "cut at 5 tokens" in text
