@@ -71,9 +71,9 @@ def train(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume
 
 
 @app.command()
-def sft(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1) -> Work:
+def sft(cfg: ConfigPath, overrides: Overrides = None, nproc: Nproc = 1, resume: Resume = None) -> Work:
     """Fine-tune a model on given responses."""
-    return lambda: _start("sft", cfg, overrides or [], nproc)
+    return lambda: _start("sft", cfg, _with_resume(overrides, resume), nproc)
 
 
 @app.command("reward-model")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.checkpoint.optimizer_state import optimizer_states
+from megappo.checkpoint.optimizer_state import optimizer_states, regrouped
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
 from megappo.parallel.reduce import gather_objects
@@ -254,4 +254,5 @@ def load_engine(engine: ModelEngine, folder: Path) -> None:
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"], strict=True)
         if engine.optimizer is not None:
-            engine.optimizer.inner.load_state_dict(loaded["optimizer"])
+            parts = len(engine.optimizer.inner.chained_optimizers)
+            engine.optimizer.inner.load_state_dict(regrouped(loaded["optimizer"], parts))

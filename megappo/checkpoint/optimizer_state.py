@@ -80,3 +80,26 @@ def _fill(optimizer, parts: dict[str, Tensor], param_map: dict) -> None:
             there = torch.empty_like(tensor, device=device)
             dist.all_gather_into_tensor(there, shards[key].to(device), group=group)
             tensor.copy_(there)
+
+
+def regrouped(loaded: dict, parts: int) -> dict:
+    """What was loaded for a role's optimizer, as its `parts` optimizers expect it.
+
+    With expert parallelism megatron gives the experts an optimizer of their own, without it they are with the rest.
+    The parameters' states are stored by parameter and come in the new structure already. The settings of the
+    parameter groups and their step, the same in all, come in the structure in which they were saved.
+    """
+    entries = [loaded] if parts == 1 else [loaded[number] for number in range(parts)]
+    if all("optimizer" in entry for entry in entries):
+        return loaded
+    numbered = [entry for key, entry in loaded.items() if isinstance(key, int)]
+    saved = [entry for entry in [loaded, *numbered] if "optimizer" in entry]
+    groups = [
+        group | {"is_expert_parallel": experts}
+        for experts in (False, True)
+        for entry in saved
+        for group in entry["optimizer"]["param_groups"]
+    ]
+    common = {key: value for key, value in saved[0].items() if key == "param_state_sharding_type"}
+    fitted = [entry | common | {"optimizer": {"param_groups": groups}} for entry in entries]
+    return fitted[0] if parts == 1 else dict(enumerate(fitted))

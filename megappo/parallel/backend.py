@@ -111,6 +111,9 @@ def init_distributed(timeout_s: float = 600.0) -> None:
     """Join the process group (one process when no launcher set RANK), NCCL with a GPU and gloo without.
 
     `timeout_s` bounds every collective, so that a lost rank ends the run instead of hanging it.
+
+    Raises:
+        UserError: the port of the launcher is taken, or the ranks do not find one another.
     """
     install()
     if dist.is_initialized():
@@ -121,7 +124,14 @@ def init_distributed(timeout_s: float = 600.0) -> None:
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     # A run of one process needs no address: a store in memory cannot collide with another run's port.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+    except dist.DistNetworkError as err:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the ranks cannot meet at {where} ({str(err).splitlines()[0]}): give another MASTER_PORT "
+            "(--master-port), or check the address"
+        ) from None
 
 
 def synchronize() -> None:

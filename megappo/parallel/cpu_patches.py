@@ -5,7 +5,8 @@ Two independent sets, each patch with its reason:
 A. **No CUDA device** (`patch_no_cuda`): megatron-core asks for CUDA by name in many places.
    1. Inside `megatron.core.*` modules only, the global name `torch` becomes a proxy whose factory functions
       turn `device="cuda"` into the CPU and drop `pin_memory`, and whose `.cuda` answers device, stream and RNG
-      questions. The real `torch` that everybody else uses stays untouched.
+      questions. The real `torch` that everybody else uses stays untouched. `ShardedTensor.init_data` has it as a
+      default argument: loading a checkpoint in which replicas hold different experts needs it.
    2. `Tensor.cuda()` is the identity; `Tensor.type()` without arguments, when called by megatron-core, answers
       with the CUDA name, because its optimizers compare against `"torch.cuda.FloatTensor"`.
    3. The tensor-parallel RNG tracker saves and restores the CPU generator.
@@ -135,11 +136,14 @@ def patch_no_cuda() -> None:
     """Patch set A. Call after every megatron-core module in use has been imported."""
     import megatron.core.tensor_parallel.random as tp_random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.dist_checkpointing import ShardedTensor
 
     proxy = _torch_proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and vars(module).get("torch") is torch:
             module.torch = proxy
+    init_data = ShardedTensor.init_data
+    ShardedTensor.init_data = lambda self, device, init_fn=proxy.empty: init_data(self, device, init_fn)
     tp_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     tp_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     logging.getLogger(tp_random.__name__).addFilter(_DropForkWarning())

@@ -78,6 +78,8 @@ class Supervised:
 
     def run(self, stop: StopRequest) -> dict[str, float]:
         settings = self.settings
+        if not settings.export_path and settings.save_freq < 0:
+            self.watch.say(f"warning: the {self.exported} is kept nowhere: set {self.name}.export_path or save_freq")
         self._begin()
         metrics: dict[str, float] = {}
         stopping = stop.anywhere()

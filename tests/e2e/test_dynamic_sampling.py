@@ -60,7 +60,7 @@ def seen_batches(yaml_file, out: str, changes: dict) -> list[dict]:
 
 
 def steady(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 def test_only_groups_with_signal_are_trained_on(case):

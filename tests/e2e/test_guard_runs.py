@@ -57,7 +57,7 @@ def read_events(folder) -> list[dict]:
 
 
 def steady(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 # --- the way back ----------------------------------------------------------------------------------------

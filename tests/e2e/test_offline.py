@@ -131,7 +131,7 @@ def test_scored_responses_are_the_pairs_under_another_name(case):
 
 
 def steady(line: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 def test_recorded_log_probs_are_taken_as_they_are(case):

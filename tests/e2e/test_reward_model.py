@@ -132,7 +132,7 @@ def test_it_learns_a_preference_and_transformers_gives_the_same_scores(case, tra
 
 
 def same_but_for_time(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 FEW = {"reward_model__total_steps": 4, "reward_model__test_freq": 2, "reward_model__margin": "data"}

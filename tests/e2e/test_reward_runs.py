@@ -126,7 +126,7 @@ def interrupted(yaml_file, out: str, changes: dict) -> None:
 
 
 def steady(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 def test_a_resumed_run_keeps_the_statistics(case):

@@ -91,7 +91,7 @@ def test_it_learns_and_reports_the_loss_of_transformers(case, alone):
 
 
 def same_but_for_time(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 def interrupt_after(yaml_file: Path, out: str, step: int, changes: dict) -> tuple[str, int] | None:
@@ -150,6 +150,13 @@ def test_a_new_run_keeps_earlier_checkpoints_apart(case):
     folder = case.parent / "resumed_1"
     assert f"the earlier checkpoints are now in {folder / 'checkpoints.1'}" in text and "resumed after" not in text
     assert [p.name for p in (folder / "checkpoints").glob("iter_*")] == ["iter_000001"]
+
+
+def test_a_run_that_keeps_nothing_is_warned_about(case):
+    nothing = {"sft__export_path": None, "sft__save_freq": -1, "sft__total_steps": 1}
+    text = on_ranks(1, told, case, "nothing", nothing)
+    assert "warning: the fine-tuned model is kept nowhere: set sft.export_path or save_freq" in text
+    assert "warning" not in on_ranks(1, told, case, "something", {**nothing, "sft__save_freq": 1})
 
 
 def test_what_does_not_fit_is_reported_or_refused(case):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ppo_case import config_of, read_metrics, write_case
 from safetensors.torch import load_file
+from support import make_hf_model
 from warm_ranks import on_ranks
 
 from megappo.errors import Interrupted, UserError
@@ -82,7 +83,7 @@ def case(tmp_path_factory):
 
 
 def same_but_for_time(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/"))}
+    return {key: value for key, value in line.items() if not key.startswith(("timing_s/", "perf/", "sync/seconds"))}
 
 
 def checkpoint_state(folder) -> dict:
@@ -142,8 +143,49 @@ def test_another_layout_continues_the_run(case):
         got = read_metrics(case.parent / name)
         for line, expected in zip(got, want, strict=True):
             for key, value in expected.items():
-                if not key.startswith(("timing_s/", "perf/")):
+                if not key.startswith(("timing_s/", "perf/", "sync/seconds")):
                     assert line[key] == pytest.approx(value, rel=1e-4, abs=2e-6), (name, line["step"], key)
+
+
+EP2 = {"actor__parallel__expert_model_parallel_size": 2}
+
+
+def mixture(yaml_file) -> dict:
+    """A mixture of experts with the case's tokenizer, beside its model, as a setting."""
+    model, moe = yaml_file.parent / "model", yaml_file.parent / "moe"
+    if not moe.exists():
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        make_hf_model(moe, "qwen3_moe", vocab_size=vocabulary, num_hidden_layers=2)
+        for file in model.glob("*token*"):
+            shutil.copy(file, moe)
+    return {"model__path": str(moe), "trainer__save_freq": 1}
+
+
+def begin(yaml_file, name: str, changes: dict) -> None:
+    run_ppo(settings(yaml_file, name, **changes))
+
+
+def resume_from(yaml_file, source: str, name: str, changes: dict) -> None:
+    """Continue a copy of the run `source`, which has done two iterations."""
+    if dist.get_rank() == 0:
+        shutil.copytree(yaml_file.parent / source, yaml_file.parent / name)
+    dist.barrier()
+    run_ppo(settings(yaml_file, name, **changes, trainer__total_iterations=3))
+
+
+def test_experts_may_be_shared_out_differently_after_a_resume(case):
+    """megatron gives experts an optimizer of their own only where expert parallelism is on."""
+    base = mixture(case)
+    two = {**base, "trainer__total_iterations": 2}
+    on_ranks(1, begin, case, "moe_alone", two)
+    on_ranks(2, resume_from, case, "moe_alone", "moe_then_ep2", {**base, **EP2})
+    on_ranks(2, begin, case, "moe_ep2", {**two, **EP2})
+    on_ranks(1, resume_from, case, "moe_ep2", "moe_then_alone", base)
+    on_ranks(1, resume_from, case, "moe_alone", "moe_straight", base)
+    straight, *others = (read_metrics(case.parent / f"moe_{n}")[2] for n in ("straight", "then_ep2", "then_alone"))
+    for other in others:
+        for key in ("actor/grad_norm", "actor/kl_loss", "actor/entropy", "critic/vf_loss", "actor/lr"):
+            assert other[key] == pytest.approx(straight[key], rel=1e-4), key
 
 
 def test_one_process_resumes_bit_equal(case):
