@@ -101,13 +101,9 @@ def test_a_json_file_of_the_right_size_with_other_contents_is_damage(store, name
     if manifest:  # the size alone tells nothing
         manifest["files"][name] = len(text)
         (newest / "manifest.json").write_text(json.dumps(manifest))
-<<<<<<< HEAD
-    with pytest.raises(UserError, match=rf"is damaged: {name} is .*unreadable.*; delete it to continue from iteration"):
-=======
     with pytest.raises(
         UserError, match=rf"is damaged: {name} is .*unreadable.*; delete it to continue from iteration 4"
     ):
->>>>>>> wt-brk
         store.latest()
 
 
