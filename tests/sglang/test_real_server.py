@@ -95,7 +95,7 @@ def test_log_probs_are_the_model_s_after_every_way_of_sending_weights(tmp_path, 
         for version, (model, way) in enumerate(updates):
             engine.way, current[0] = way, model
             report = engine.update_weights(named(model), version)
-            assert report.version == version and report.bytes > 0
+            assert report.version == version and report.bytes > 0, (way, [s.reason for s in pool.servers])
             samples = engine.generate(asked, sampling)
             other = new if model is old else old
             assert furthest(model, samples) < 1e-3 < 0.1 < furthest(other, samples)

@@ -205,7 +205,7 @@ class SGLangEngine:
                 return "sync"
             if usable:
                 await Round(batch, self.pool, http, self.settings, self.weight_version, self._name).run(usable)
-            elif not await self.pool.wait_for_any(http):
+            elif not await self.pool.wait_for_any(http, lambda: not batch.cancelled.is_set()):
                 raise RolloutLost(f"no SGLang server is left ({self.pool.reasons()})")
         return "done"
 
