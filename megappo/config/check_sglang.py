@@ -37,6 +37,7 @@ _REFUSED = {
 def check_sglang(config: ExperimentConfig) -> Iterator[Problem]:
     """All problems of the servers' settings; of others' engines only that they are not used."""
     rollout = config.rollout
+    yield from _check_lag(config)
     if rollout.engine != "sglang":
         if rollout.servers:
             yield Problem("rollout.servers", "are used by engine sglang only; set rollout.engine", rollout.servers)
@@ -52,6 +53,22 @@ def check_sglang(config: ExperimentConfig) -> Iterator[Problem]:
     if rollout.sglang.health_timeout_s > rollout.sglang.timeout_s:
         text = f"is longer than timeout_s ({rollout.sglang.timeout_s:g}), so a hung server shows there first; lower it"
         yield Problem("rollout.sglang.health_timeout_s", text, rollout.sglang.health_timeout_s)
+
+
+def _check_lag(config: ExperimentConfig) -> Iterator[Problem]:
+    lag, algorithm = config.trainer.rollout_lag, config.algorithm
+    if not lag:
+        return
+    if config.rollout.engine != "sglang":
+        yield Problem("trainer.rollout_lag", "needs servers that generate meanwhile (rollout.engine: sglang)", lag)
+    if algorithm.dynamic_sampling.enabled:
+        text = "cannot wait for the scores of algorithm.dynamic_sampling; switch one of them off"
+        yield Problem("trainer.rollout_lag", text, lag)
+    if algorithm.adv_estimator == "remax":
+        yield Problem("trainer.rollout_lag", "remax generates its baseline with the newest weights; use 0", lag)
+    if algorithm.correction.mode == "none":
+        text = "the samples are one update old and nothing weighs them; use token"
+        yield Problem("algorithm.correction.mode", text, "none", note=True)
 
 
 def _check_urls(urls: list[str]) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from megappo.parallel.reduce import gather_objects
 from megappo.rewards import hacking
 from megappo.rewards.combine import Scored
 from megappo.rewards.signals import stable_signal
-from megappo.rollout.base import GeneratedSample, SamplingParams
+from megappo.rollout.base import GeneratedSample, GenerateRequest, SamplingParams
 from megappo.rollout.collect import assemble, make_requests, my_share
 from megappo.rollout.offline import OfflineEngine
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
@@ -49,11 +49,7 @@ def sync_weights(run: PPORun) -> Metrics:
     stream = run.actor.stream_weights(DTYPES[run.config.rollout.dtype])
     report = run.rollout.update_weights(stream, run.weight_version)
     run.actor.sleep()
-    return {
-        "sync/bytes": float(report.bytes),
-        "sync/seconds": report.seconds,
-        "sync/version": float(report.version),
-    }
+    return {"sync/bytes": float(report.bytes), "sync/version": float(report.version)}
 
 
 def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
@@ -65,20 +61,26 @@ def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:
 
 def draw(run: PPORun, prompts: int, rounds: int = 0) -> tuple[list[GeneratedSample], list[PromptRow]]:
     """This rank's share of the responses to the next `prompts` prompts, after so many `rounds` in this iteration."""
-    config, most = run.config, largest_batch(run.base)
-    indices, run.data_position = run.sampler.take(run.data_position, prompts)
-    rows = [run.train_data[i] for i in indices]
-    n = config.rollout.n
-    # Ids stay unique while the batch grows, and over the rounds of dynamic sampling.
-    first = (run.iteration * config.algorithm.dynamic_sampling.rounds + rounds) * most * n
-    pairs = make_requests(rows, n, first, config.trainer.seed, first_group=rounds * most)
-    pairs = my_share(pairs, n)
-    requests, rows = [request for request, _ in pairs], [row for _, row in pairs]
+    requests, rows = draw_requests(run, prompts, run.iteration, rounds)
     if isinstance(run.rollout, RecordedEngine):
         run.rollout.iteration = run.iteration
     if isinstance(run.rollout, OfflineEngine):
         return run.rollout.recall(requests, rows), rows
     return run.rollout.generate(requests, run.sampling), rows
+
+
+def draw_requests(
+    run: PPORun, prompts: int, iteration: int, rounds: int = 0
+) -> tuple[list[GenerateRequest], list[PromptRow]]:
+    """This rank's share of the requests for the next `prompts` prompts of the data."""
+    config, most = run.config, largest_batch(run.base)
+    indices, run.data_position = run.sampler.take(run.data_position, prompts)
+    rows = [run.train_data[i] for i in indices]
+    n = config.rollout.n
+    # Ids stay unique while the batch grows, and over the rounds of dynamic sampling.
+    first = (iteration * config.algorithm.dynamic_sampling.rounds + rounds) * most * n
+    pairs = my_share(make_requests(rows, n, first, config.trainer.seed, first_group=rounds * most), n)
+    return [request for request, _ in pairs], [row for _, row in pairs]
 
 
 def record(run: PPORun, samples: list[GeneratedSample], *, greedy: bool = False) -> None:
@@ -444,6 +446,8 @@ def batch_metrics(run: PPORun, batch: RolloutBatch) -> Metrics:
     out |= summarize("prompt_length", info.prompt_len)
     out["response_length/clip_ratio"] = float(info.truncated.mean())
     out["response/aborted_ratio"] = float(info.aborted.mean())
+    if run.config.trainer.rollout_lag:
+        out["rollout/weight_lag"] = float((run.weight_version - info.weight_version).mean())
     sources = np.array(info.source)
     for source in np.unique(sources[whole]):
         out[f"critic/score/{source}/mean"] = float(info.score[whole & (sources == source)].mean())

@@ -13,7 +13,7 @@ from megappo.errors import Interrupted
 from megappo.observe.memory import PeakMemory, peak_memory
 from megappo.observe.timing import Timer
 from megappo.parallel import backend
-from megappo.trainer import phases, sampling_rounds
+from megappo.trainer import lagged, phases, sampling_rounds
 from megappo.trainer.effective import changing_metrics
 from megappo.trainer.evaluate import evaluate
 from megappo.trainer.external_eval import external_evaluation
@@ -116,13 +116,16 @@ def _begin(run: PPORun, watch: Watch) -> None:
 def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     """rollout → scores → log-probs, values → rewards → advantages → critic and actor epochs → weights to rollout."""
     configure(run)
-    algorithm = run.config.algorithm
+    algorithm, lag = run.config.algorithm, run.config.trainer.rollout_lag > 0
     metrics = changing_metrics(run.base, run.config, run.guard.adjustments)
     if algorithm.dynamic_sampling.enabled:
         samples, rows, batch, scored = sampling_rounds.collect(run, timer)
     else:
         with timer("gen"):
-            samples, rows = phases.generate(run)
+            samples, rows = lagged.generate(run) if lag else phases.generate(run)
+        if lag:
+            with timer("sync_weights"):
+                metrics |= lagged.go_on(run)
         with timer("reward"):
             batch, scored = phases.score(run, samples, rows)
     metrics |= scored
@@ -160,8 +163,9 @@ def ppo_iteration(run: PPORun, timer: Timer) -> dict[str, float]:
     metrics |= phases.update_metrics(run, updates)
     if train_actor:
         run.weight_version += 1
-        with timer("sync_weights"):
-            metrics |= phases.sync_weights(run)
+        if not lag:
+            with timer("sync_weights"):
+                metrics |= phases.sync_weights(run)
     metrics |= run.rollout.metrics()
     tokens = int(batch.info.length.sum())
     metrics |= {"perf/total_num_tokens": float(tokens), "training/global_step": float(run.iteration + 1)}
@@ -179,6 +183,8 @@ def _evaluates(run: PPORun) -> bool:
 
 
 def _evaluate(run: PPORun, watch: Watch) -> dict[str, float]:
+    if run.config.trainer.rollout_lag:
+        lagged.catch_up(run)
     metrics, answers = evaluate(run) if run.val_data is not None else ({}, [])
     if run.config.trainer.eval_command is not None:
         metrics |= external_evaluation(run, watch)

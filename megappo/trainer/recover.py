@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megappo.checkpoint.distributed import load_moments
 from megappo.errors import UserError
 from megappo.parallel.reduce import any_rank, from_first_rank
-from megappo.trainer import phases
+from megappo.trainer import lagged, phases
 from megappo.trainer.guard import Event, Verdict
 from megappo.trainer.resume import load_state, save_run, settle, store_of, trained
 from megappo.trainer.setup import PPORun, leave_recorded_rollouts
@@ -69,6 +69,7 @@ def carry_out(run: PPORun, verdict: Verdict) -> None:
 
 def _roll_back(run: PPORun, verdict: Verdict) -> None:
     """Load a checkpoint, all but the clock: iteration, schedules, learning-rate decay and guard go on."""
+    lagged.discard(run)
     folder = _checkpoint(run, stable=verdict.rollback == "stable")
     state = load_state(folder, run.engines, clock=False)
     run.kl_controller.load_state_dict(state["kl_controller"])

@@ -28,7 +28,7 @@ from megappo.trainer.setup import PPORun
 
 # What a resumed run may change without a word: how long to run, what to log and record.
 _FREE_TO_CHANGE = ("trainer.", "sft.", "reward_model.", "guard.", "rollout.val.", "rollout.record_dir")
-_TOLD = ("trainer.seed", "trainer.critic_warmup")
+_TOLD = ("trainer.seed", "trainer.critic_warmup", "trainer.rollout_lag")
 
 
 def trained(engines: dict[str, ModelEngine]) -> dict[str, ModelEngine]:

@@ -83,6 +83,7 @@ class PPORun:
     notes: list[str] = field(default_factory=list)
     reward_models: dict[str, RewardModel] = field(default_factory=dict)
     pending_save: Any = None  # resume.PendingCheckpoint
+    ahead: Any = None  # lagged.NextBatch
 
     @property
     def checkpoints(self) -> Path:

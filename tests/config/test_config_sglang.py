@@ -34,6 +34,8 @@ def test_good_settings_have_no_problems(exp, good):
         ([*STARTED, "rollout.sglang.extra_args=[--dtype, half]"], "rollout.sglang.extra_args.0"),
         ([*STARTED, "rollout.sglang.extra_args=[--port=1]"], "rollout.sglang.extra_args.0"),
         ([*STARTED, "rollout.sglang.extra_args=[--quantization, fp8]"], "rollout.sglang.extra_args.0"),
+        (["trainer.rollout_lag=1"], "trainer.rollout_lag"),
+        ([*STARTED, "trainer.rollout_lag=1", "algorithm.adv_estimator=remax"], "trainer.rollout_lag"),
         ([*STARTED, "rollout.sglang.timeout_s=10"], "rollout.sglang.health_timeout_s"),
     ],
 )
@@ -57,3 +59,11 @@ def test_what_only_a_start_can_change_is_noted_for_given_servers(exp, name, valu
 def test_a_folder_is_asked_for_when_servers_are_elsewhere(exp):
     changes = ["rollout.engine=sglang", "rollout.servers=[http://gen0:30000]"]
     assert [p.key for p in problems(exp, *changes, notes=True)] == ["rollout.sglang.sync_dir"]
+
+
+def test_samples_that_are_an_update_old_are_weighed_unless_the_user_says_otherwise(exp):
+    config, _ = read_config(exp.yaml, [*STARTED, "trainer.rollout_lag=1"])
+    assert config.resolved().algorithm.correction.mode == "token"
+    changes = [*STARTED, "trainer.rollout_lag=1", "algorithm.correction.mode=none"]
+    assert read_config(exp.yaml, changes)[0].resolved().algorithm.correction.mode == "none"
+    assert [p.key for p in problems(exp, *changes, notes=True)] == ["algorithm.correction.mode"]

@@ -12,6 +12,7 @@ from ppo_case import config_of, read_metrics, write_case
 from warm_ranks import on_ranks
 
 from megappo.errors import Interrupted
+from megappo.rollout.recorded import read_rollouts
 from megappo.trainer.ppo import run_ppo
 
 STUB = str(Path(__file__).parents[1] / "sglang_stub.py")
@@ -28,6 +29,7 @@ def go(yaml_file: Path, out: str, changes: dict) -> tuple[int, str]:
     """Run it here; the exit code and what was said."""
     folder = yaml_file.parent
     places = {"trainer__output_dir": str(folder / out), "data__val_files": [str(folder / "val.jsonl")]}
+    places["rollout__record_dir"] = str(folder / out / "rollouts")
     places |= {"trainer__val_before_train": True, "trainer__test_freq": 2}
     try:
         run_ppo(config_of(yaml_file, dist.get_world_size(), **{**places, **changes}))
@@ -71,7 +73,7 @@ def test_a_run_with_servers_has_the_embedded_engine_s_numbers(case, embedded, wo
     same(lines, embedded)
     last = lines[-1]
     assert last["rollout/sglang/servers"] == 2 and last["rollout/sglang/dead_servers"] == 0
-    assert last["sync/bytes"] > 0 and last["sync/seconds"] > 0 and last["sync/version"] == 3
+    assert last["sync/bytes"] > 0 and last["rollout/sglang/sync_s"] > 0 and last["sync/version"] == 3
     assert last["rollout_corr/logprob_abs_diff_mean"] < 1e-4
     logs = sorted((case.parent / f"servers{world}" / "sglang").glob("server_*.log"))
     assert len(logs) == 2 and "stub is ready" in logs[0].read_text()
@@ -95,6 +97,46 @@ def test_a_run_without_servers_is_saved_and_continues_as_if_nothing_had_happened
     assert "exit code 9" in text and len(list(kept.iterdir())) >= 1
     assert on_ranks(1, go, case, "lost", changes) == (0, "")
     same(read_metrics(case.parent / "lost")[-2:], embedded[-2:])
+
+
+# --- one batch ahead -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_ahead_has_the_same_prompts_and_weights_one_update_old(case, embedded, world):
+    out = f"ahead{world}"
+    assert on_ranks(world, go, case, out, servers(trainer__rollout_lag=1)) == (0, "")
+    lines = read_metrics(case.parent / out)
+    assert [line["rollout/weight_lag"] for line in lines if line["step"]] == [0, 1, 1]
+    assert [line["rollout_corr/ess"] < 1 for line in lines if line["step"]] == [True] * 3
+    for iteration, version in enumerate([0, 0, 1]):
+        mine = read_rollouts(case.parent / out / "rollouts", iteration)
+        theirs = read_rollouts(case.parent / "embedded/rollouts", iteration)
+        assert {k: s.prompt_ids for k, s in mine.items()} == {k: s.prompt_ids for k, s in theirs.items()}
+        assert {s.weight_version for s in mine.values()} == {version}
+    first = read_rollouts(case.parent / "embedded/rollouts", 0)
+    second = read_rollouts(case.parent / out / "rollouts", 1)
+    assert [s.response_ids for s in read_rollouts(case.parent / out / "rollouts", 0).values()] == [
+        s.response_ids for s in first.values()
+    ]
+    assert len(second) == len(first)
+    # The evaluation after iteration 2 and the last one are with the newest weights.
+    same_names = [name for name in lines[-1] if name.startswith("val/")]
+    assert same_names and next(line for line in lines if line["step"] == 2)["sync/version"] == 1
+
+
+def test_a_run_with_a_batch_ahead_is_resumed_with_the_prompts_that_were_under_way(case, embedded):
+    changes = servers(trainer__rollout_lag=1, trainer__save_freq=2)
+    assert on_ranks(1, go, case, "again", changes | {"trainer__total_iterations": 2}) == (0, "")
+    assert on_ranks(1, go, case, "again", changes) == (0, "")
+    line = read_metrics(case.parent / "again")[-1]
+    assert line["step"] == 3 and line["rollout/weight_lag"] == 0  # generated anew, by the newest weights
+    mine = read_rollouts(case.parent / "again/rollouts", 2)
+    theirs = read_rollouts(case.parent / "embedded/rollouts", 2)
+    assert {k: s.prompt_ids for k, s in mine.items()} == {k: s.prompt_ids for k, s in theirs.items()}
+
+
+# --- processes -------------------------------------------------------------------------------------------
 
 
 def interrupted_pids(yaml_file: Path, out: str, changes: dict) -> list[int]:

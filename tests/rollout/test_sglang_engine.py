@@ -87,7 +87,8 @@ def test_samples_come_back_in_order_each_asked_once():
         prompts = [{tuple(body["input_ids"]) for body in generated(stub)} for stub in stubs]
         assert not prompts[0] & prompts[1] and all(prompts)  # a prompt's samples share a server
         found = engine.metrics()
-        assert {name for name, value in found.items() if value} <= {"rollout/sglang/servers", "rollout/sglang/queue_s"}
+        times = {"rollout/sglang/queue_s", "rollout/sglang/sync_s"}
+        assert {name for name, value in found.items() if value} - times == {"rollout/sglang/servers"}
         assert found["rollout/sglang/servers"] == 2
 
 
@@ -285,6 +286,51 @@ def test_a_context_that_is_too_short_is_said():
     stub.fault = lambda path, body, number: "short" if path == "/generate" else None
     with engine_on(stub) as engine, pytest.raises(RolloutLost, match="context length is too short"):
         engine.generate(requests(1, 1), SAMPLING)
+
+
+# --- one batch ahead -------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_generated_while_the_caller_does_something_else():
+    stub = Stub()
+    with engine_on(stub) as engine:
+        stub.paused, stub.healthy = True, True  # nothing is answered for now
+        asked = requests()
+        engine.start(asked, SAMPLING)
+        assert not engine._ahead.batch.finished
+        stub.paused = False
+        check(engine.finish(7), asked)
+        with pytest.raises(RuntimeError, match="no batch is under way"):
+            engine.finish(7)
+
+
+def test_other_batches_and_new_weights_wait_for_the_one_ahead():
+    with engine_on(Stub()) as engine:
+        asked, others = requests(), requests(2, 2, first=900)
+        engine.start(asked, SAMPLING)
+        check(engine.generate(others, SAMPLING), others)
+        engine.update_weights(weights(3.0), 8)
+        check(engine.finish(8), asked)  # by the weights of then
+
+
+def test_a_batch_that_nobody_wants_any_more_ends():
+    stub = Stub()
+    with engine_on(stub, health_interval_s=30.0) as engine:
+        stub.paused = True
+        engine.start(requests(), SAMPLING)
+        engine.drop()
+        stub.paused = False
+        asked = requests(2)
+        check(engine.generate(asked, SAMPLING), asked)
+
+
+def test_servers_that_die_with_a_batch_ahead_are_told_when_it_is_asked_for():
+    stub = Stub()
+    stub.fault = lambda path, body, number: "die" if path == "/generate" else None
+    with engine_on(stub, down_timeout_s=0.3) as engine:
+        engine.start(requests(), SAMPLING)
+        with pytest.raises(RolloutLost, match="no SGLang server is left"):
+            engine.finish(7)
 
 
 # --- connecting ------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def environment():
 
 
 def model_folder(folder: Path, family: str, seed: int):
-    model = make_hf_model(folder, family, seed)
+    # On a CPU SGLang pads a narrower MLP for tp 2, which `shards` does not know.
+    model = make_hf_model(folder, family, seed, intermediate_size=128)
     build_tokenizer(["one two three"]).save_pretrained(folder)
     return model
 
@@ -95,7 +96,7 @@ def test_log_probs_are_the_model_s_after_every_way_of_sending_weights(tmp_path, 
         for version, (model, way) in enumerate(updates):
             engine.way, current[0] = way, model
             report = engine.update_weights(named(model), version)
-            assert report.version == version and report.bytes > 0
+            assert report.version == version and report.bytes > 0, (way, [s.reason for s in pool.servers])
             samples = engine.generate(asked, sampling)
             other = new if model is old else old
             assert furthest(model, samples) < 1e-3 < 0.1 < furthest(other, samples)

@@ -97,6 +97,8 @@ class ExperimentConfig(Section):
         out = self.model_copy(deep=True)
         own = [drift_rule(self.offline.max_drift)] if self.offline_data and self.offline.fallback != "none" else []
         out.guard = out.guard.expanded(own)
+        if out.trainer.rollout_lag and "mode" not in out.algorithm.correction.model_fields_set:
+            out.algorithm.correction.mode = "token"  # old samples need their weights, unless the user says otherwise
         for name, source in INHERITS.items():
             owner, field = _owner(out, name)
             if owner is not None and getattr(owner, field) is None:

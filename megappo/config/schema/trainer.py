@@ -38,6 +38,13 @@ class TrainerConfig(Section):
         "`{output_dir}`); the JSON object in its last line is logged; null: none.",
     )
     eval_command_timeout_s: int = key(300, "Longest time for it (seconds).", ge=1)
+    rollout_lag: int = key(
+        0,
+        "1: the next batch is generated while this one is trained on, with weights one update old; engine sglang only "
+        "(iterations).",
+        ge=0,
+        le=1,
+    )
     critic_warmup: int = key(0, "Iterations at the start in which only the critic is trained.", ge=0)
     seed: int = key(1, "Seed of everything random: data order, sampling, initialisation.", ge=0, le=10**9)
     logger: list[Logger] = key(["console", "tensorboard", "jsonl"], "Where metrics go, any number of them.")

@@ -205,7 +205,7 @@ class SGLangEngine:
                 return "sync"
             if usable:
                 await Round(batch, self.pool, http, self.settings, self.weight_version, self._name).run(usable)
-            elif not await self.pool.wait_for_any(http):
+            elif not await self.pool.wait_for_any(http, lambda: not batch.cancelled.is_set()):
                 raise RolloutLost(f"no SGLang server is left ({self.pool.reasons()})")
         return "done"
 
@@ -238,7 +238,10 @@ class SGLangEngine:
             update = self._send_from_here(named, version, servers)
         verdict = self._agree(lambda: self._judge(self._sent_well(update)))
         n_bytes, transfers = (int(part) for part in verdict.what.split())
-        return SyncReport(time.perf_counter() - started, n_bytes, transfers, version)
+        seconds = time.perf_counter() - started
+        if self.pool is not None:
+            self.pool.counters.sync_s += seconds
+        return SyncReport(seconds, n_bytes, transfers, version)
 
     def _send_from_here(self, named: Iterable[tuple[str, Tensor]], version: int, servers: Sequence[Server]) -> Update:
         update = Update(self.pool, self._connections(), self.settings, servers, self._name)

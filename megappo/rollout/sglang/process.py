@@ -10,7 +10,10 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 from megappo.errors import UserError
 
@@ -38,15 +41,7 @@ class ServerProcess:
             with self.log.open("ab") as out:
                 out.write(f"--- {' '.join(words)}\n".encode())
                 out.flush()
-                self._process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=_environment(),
-                    start_new_session=True,  # Ctrl-C is the trainer's; and the group can be ended as a whole
-                    preexec_fn=_end_with_parent,
-                )
+                self._process = _starter().submit(_popen, words, out).result()
         except OSError as error:
             raise UserError(
                 f"cannot start an SGLang server ({error.strerror}: {error.filename}): check rollout.sglang.launch"
@@ -88,6 +83,25 @@ class ServerProcess:
         except OSError:
             return ""
         return f" (log {self.log}: {' | '.join(line[:200] for line in lines[-_LAST_LINES:])})"
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """The one thread that starts servers. Linux ends a child when the *thread* that has started it ends, and servers
+    are also restarted from threads that end soon; this one lasts as long as the process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="server starter")
+
+
+def _popen(words: list[str], out: BinaryIO) -> subprocess.Popen:
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+        start_new_session=True,  # Ctrl-C is the trainer's; and the group can be ended as a whole
+        preexec_fn=_end_with_parent,
+    )
 
 
 def free_port() -> int:

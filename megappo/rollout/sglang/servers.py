@@ -57,6 +57,7 @@ class Counters:
     dead_servers: int = 0
     restarts: int = 0
     queue_s: float = 0.0
+    sync_s: float = 0.0
     cached_tokens: int = 0
 
     def take(self) -> dict[str, float]:
@@ -148,11 +149,11 @@ class Pool:
                 self.lost(server, f"it ended with exit code {server.process.exit_code}")
         await asyncio.gather(*(self._meet(http, server) for server in self.servers if server.state != "up"))
 
-    async def wait_for_any(self, http: Http) -> bool:
-        """Wait until a server is up; False when none will come."""
+    async def wait_for_any(self, http: Http, wanted: Callable[[], bool]) -> bool:
+        """Wait until a server is up; False when none will come, or none is `wanted` any more."""
         while True:
             await self.refresh(http)
-            if self.up or not self.coming:
+            if self.up or not self.coming or not wanted():
                 return bool(self.up)
             await asyncio.sleep(0.2)
 
