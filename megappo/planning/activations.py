@@ -122,11 +122,11 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Work, *, critic:
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelLayout, work: Work) -> int:
-    """Gradients alive at the widest point of a layer's backward: of the feed-forward part and of the residual."""
+    """Gradients alive while all of a layer's activations still are: of the down projection's input and the residual."""
     tokens = work.tokens // layout.cp
     rows = tokens // layout.tp if layout.sequence_parallel else tokens
     width = shape.top_k * shape.expert_ffn // layout.etp if shape.experts else shape.ffn // layout.tp
-    return tokens * 3 * width * work.element + 2 * rows * shape.hidden * work.element
+    return tokens * width * work.element + 2 * rows * shape.hidden * work.element
 
 
 def training_bytes(
