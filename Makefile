@@ -62,7 +62,7 @@ lint: install
 	"$(PY)" -m ruff check .
 	"$(PY)" -m ruff format --check .
 	@shellcheck=$$(command -v shellcheck || echo "$$(dirname "$(PY)")/shellcheck"); \
-	if [ -x "$$shellcheck" ]; then "$$shellcheck" .ci/run launch/*.sh && echo "shellcheck: ok"; \
+	if [ -x "$$shellcheck" ]; then "$$shellcheck" .ci/run launch/*.sh launch/*.sbatch && echo "shellcheck: ok"; \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
 # The +cpu build may already be at hand (a local wheel folder); the index of CPU builds is asked otherwise.

@@ -15,6 +15,8 @@ from megappo.errors import UserError
 from megappo.observe.failures import run_app
 from megappo_cli.config_cmd import app as config_app
 from megappo_cli.guard_cmd import app as guard_app
+from megappo_cli.launch_cmd import app as launch_app
+from megappo_cli.plan_cmd import plan
 from megappo_cli.report import report
 
 app = typer.Typer(
@@ -26,7 +28,9 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="ckpt")
 app.add_typer(guard_app, name="guard")
+app.add_typer(launch_app, name="launch")
 app.command()(report)
+app.command()(plan)
 
 Work = Callable[[], int]  # what a command leaves to `run_app`
 ConfigPath = Annotated[Path, typer.Argument(metavar="CFG", help="YAML file of the experiment.")]

@@ -20,7 +20,7 @@ from megappo.engine.engine import EngineOptions, ModelEngine
 from megappo.errors import UserError
 from megappo.models.spec import load_spec
 from megappo.parallel import backend
-from megappo.parallel.layout import ParallelLayout
+from megappo.planning.roles import layout_of
 from megappo.rewards.combine import CombinedReward, build_reward
 from megappo.rewards.model import RewardScale
 from megappo.rollout.base import RolloutEngine, SamplingParams
@@ -88,23 +88,6 @@ class PPORun:
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.trainer.output_dir) / "checkpoints"
-
-
-def layout_of(parallel: ParallelConfig, world: int) -> ParallelLayout:
-    """The grid that a role's configuration describes in a run of `world` ranks."""
-    return ParallelLayout(
-        world=parallel.ranks_of(world),
-        first_rank=parallel.first_rank,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        vpp=parallel.vpp,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
-        last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
-    )
 
 
 def build_engine(
