@@ -146,8 +146,10 @@ def test_an_interrupt_without_checkpoints_says_so(case):
 
 
 def test_a_new_run_keeps_earlier_checkpoints_apart(case):
-    text = on_ranks(1, told, case, "resumed_1", {"trainer__resume": "never", "sft__total_steps": 1})
-    folder = case.parent / "resumed_1"
+    once = {"sft__total_steps": 1, "sft__save_freq": 1}
+    on_ranks(1, told, case, "anew", once)
+    text = on_ranks(1, told, case, "anew", {"trainer__resume": "never", **once})
+    folder = case.parent / "anew"
     assert f"the earlier checkpoints are now in {folder / 'checkpoints.1'}" in text and "resumed after" not in text
     assert [p.name for p in (folder / "checkpoints").glob("iter_*")] == ["iter_000001"]
 
