@@ -15,13 +15,21 @@ options (or the environment variable, used when the option is absent):
   --nproc-per-node G   NPROC_PER_NODE  processes on this node          (GPUs found, or 1)
   --master-addr HOST   MASTER_ADDR     address of node 0; required with several nodes
   --master-port PORT   MASTER_PORT     a free port on node 0                      (29500)
+  --max-restarts N     MAX_RESTARTS    start all ranks again after a failure, up to N times; they resume
+                                       from the last checkpoint                       (0)
+  --log-dir DIR        LOG_DIR         a log for each rank in DIR; the console shows local rank 0 only
+  --no-check                           do not run `megappo doctor` first
   --dry-run                            print the command and stop
   -h, --help                           this text
 
 PYTHON is the interpreter to use (default: python3).
 
+With --max-restarts the nodes meet by torch's c10d rendezvous, which numbers them itself: --node-rank then only says which
+node is node 0, and a node that fails may come back.
+
 examples:
   launch/torchrun.sh train exp.yaml trainer.seed=2
+  launch/torchrun.sh --max-restarts 3 --log-dir logs train exp.yaml
   launch/torchrun.sh --nnodes 2 --node-rank 0 --master-addr node0 train exp.yaml    # on node0
   launch/torchrun.sh --nnodes 2 --node-rank 1 --master-addr node0 train exp.yaml    # on node1
 TEXT
@@ -49,11 +57,14 @@ node_rank=${NODE_RANK:-0}
 nproc=${NPROC_PER_NODE:-}
 master_addr=${MASTER_ADDR:-}
 master_port=${MASTER_PORT:-29500}
+max_restarts=${MAX_RESTARTS:-0}
+log_dir=${LOG_DIR:-}
+check=true
 dry_run=false
 
 while (($#)); do
     case $1 in
-        --nnodes | --node-rank | --nproc-per-node | --master-addr | --master-port)
+        --nnodes | --node-rank | --nproc-per-node | --master-addr | --master-port | --max-restarts | --log-dir)
             (($# > 1)) || fail "$1 needs a value"
             case $1 in
                 --nnodes) nnodes=$2 ;;
@@ -61,9 +72,12 @@ while (($#)); do
                 --nproc-per-node) nproc=$2 ;;
                 --master-addr) master_addr=$2 ;;
                 --master-port) master_port=$2 ;;
+                --max-restarts) max_restarts=$2 ;;
+                --log-dir) log_dir=$2 ;;
             esac
             shift 2
             ;;
+        --no-check) check=false && shift ;;
         --dry-run) dry_run=true && shift ;;
         -h | --help) usage && exit 0 ;;
         --) shift && break ;;
@@ -74,7 +88,8 @@ done
 
 (($#)) || fail "no command given"
 nproc=${nproc:-$(gpus)}
-for pair in "nnodes $nnodes" "node-rank $node_rank" "nproc-per-node $nproc" "master-port $master_port"; do
+for pair in "nnodes $nnodes" "node-rank $node_rank" "nproc-per-node $nproc" "master-port $master_port" \
+    "max-restarts $max_restarts"; do
     is_number "${pair#* }" || fail "--${pair% *} must be a number, not '${pair#* }'"
 done
 ((nnodes >= 1 && nproc >= 1)) || fail "--nnodes and --nproc-per-node must be at least 1"
@@ -83,15 +98,32 @@ if ((nnodes > 1)) && [[ -z $master_addr ]]; then
     fail "--master-addr is required with several nodes"
 fi
 
-command=(
-    "${PYTHON:-python3}" -m torch.distributed.run
-    --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc"
-    --master-addr "${master_addr:-127.0.0.1}" --master-port "$master_port"
-    -m megappo_cli "$@"
-)
+master_addr=${master_addr:-127.0.0.1}
+command=("${PYTHON:-python3}" -m torch.distributed.run --nnodes "$nnodes")
+if ((max_restarts > 0)); then
+    # The static rendezvous of --master-addr cannot bring several nodes together a second time.
+    is_host=0
+    if ((node_rank == 0)); then is_host=1; fi
+    command+=(
+        --nproc-per-node "$nproc" --max-restarts "$max_restarts" --rdzv-id "megappo-$master_port"
+        --rdzv-backend c10d --rdzv-endpoint "$master_addr:$master_port" --rdzv-conf "is_host=$is_host"
+    )
+else
+    command+=(
+        --node-rank "$node_rank" --nproc-per-node "$nproc" --master-addr "$master_addr" --master-port "$master_port"
+    )
+fi
+if [[ -n $log_dir ]]; then
+    command+=(--log-dir "$log_dir" --redirects 3 --tee 0:3)
+fi
+command+=(-m megappo_cli "$@")
 if $dry_run; then
     printf '%q ' "${command[@]}"
     echo
     exit 0
+fi
+if $check && ! findings=$("${PYTHON:-python3}" -m megappo_cli doctor 2>&1); then
+    echo "$findings" >&2
+    fail "this node cannot train, see above; --no-check starts anyway"
 fi
 exec "${command[@]}"

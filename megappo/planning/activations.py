@@ -66,7 +66,7 @@ def _mlp(shape: ModelShape, layout: ParallelLayout, work: Work) -> int:
     if not shape.experts:
         return 5 * shape.ffn // layout.tp * s  # both halves, silu(gate), up + 0, their product
     sliced = layout.tp if layout.sequence_parallel else 1
-    router = shape.experts * 5 + shape.top_k * 32 + (4 * shape.hidden if s != 4 else 0)
+    router = shape.experts * 5 + shape.top_k * 32
     # A rank of the expert group computes its share of the tokens of all ranks: on average as many as it has itself.
     expert = shape.hidden * s + 6 * shape.expert_ffn // layout.etp * s + 4
     gathered = layout.etp if layout.etp > 1 else 1
@@ -111,7 +111,8 @@ def head_bytes(shape: ModelShape, layout: ParallelLayout, work: Work, *, critic:
         return kept + rows * shape.hidden * 4 * (1 if work.element == 2 else 0) + 3 * tokens * 4
     columns = shape.padded_vocabulary(layout.tp) // layout.tp
     chunk = min(tokens, max(work.head_chunk // (4 * columns), MIN_HEAD_CHUNK))
-    logits = chunk * columns * (4 + (work.element if work.element == 2 else 0))
+    low = work.element if work.fused else 0  # tensor cores take the logits' gradient in bf16
+    logits = chunk * columns * (4 + low)
     hidden = tokens * shape.hidden * work.element  # the scored rows, copied
     if layout.sequence_parallel and layout.tp > 1:
         hidden += tokens * shape.hidden * work.element  # gathered from all tensor-parallel ranks

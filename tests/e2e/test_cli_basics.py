@@ -624,6 +624,7 @@ def test_torchrun_script_takes_flags_and_environment():
         (["--node-rank", "1", "train", "c"], "is not below"),
         (["--gpus", "1"], "unknown option --gpus"),
         (["--nnodes"], "--nnodes needs a value"),
+        (["--max-restarts", "-1", "train", "c"], "--max-restarts must be a number"),
     ],
 )
 def test_torchrun_script_explains_mistakes(args, message):

@@ -81,9 +81,20 @@ CASES = [
 ]
 
 
+#: sizes that played no part when the formulas were written
+OTHER = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 6}
+OTHER |= {"intermediate_size": 768, "vocab_size": 3000}
+CASES += [
+    ("llama", [300, 600, 900], {"other": True}),
+    ("qwen3_moe", [900, 900], {"other": True, "dtype": torch.bfloat16}),
+    ("llama", [900, 900], {"other": True, "recompute": "full", "critic": True}),
+]
+
+
 @pytest.mark.parametrize(("family", "lengths", "options"), CASES, ids=lambda x: str(x))
 def test_peak_of_a_training_step(family, lengths, options, tmp_path):
-    config = BASE | FAMILIES[family]
+    config = BASE | FAMILIES[family] | (OTHER if "other" in options else {})
+    options = {name: value for name, value in options.items() if name != "other"}
     options = {"critic": False, "recompute": None, "dtype": torch.float32} | options
     with fake_rank(1, 0, meta=False):
         measured = measured_peak(config, tmp_path / "m", lengths, **options)
