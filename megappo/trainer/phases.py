@@ -49,7 +49,11 @@ def sync_weights(run: PPORun) -> Metrics:
     stream = run.actor.stream_weights(DTYPES[run.config.rollout.dtype])
     report = run.rollout.update_weights(stream, run.weight_version)
     run.actor.sleep()
-    return {"sync/bytes": float(report.bytes), "sync/version": float(report.version)}
+    return {
+        "sync/bytes": float(report.bytes),
+        "sync/seconds": report.seconds,
+        "sync/version": float(report.version),
+    }
 
 
 def generate(run: PPORun) -> tuple[list[GeneratedSample], list[PromptRow]]:

@@ -73,7 +73,7 @@ def test_a_run_with_servers_has_the_embedded_engine_s_numbers(case, embedded, wo
     same(lines, embedded)
     last = lines[-1]
     assert last["rollout/sglang/servers"] == 2 and last["rollout/sglang/dead_servers"] == 0
-    assert last["sync/bytes"] > 0 and last["rollout/sglang/sync_s"] > 0 and last["sync/version"] == 3
+    assert last["sync/bytes"] > 0 and last["sync/seconds"] > 0 and last["sync/version"] == 3
     assert last["rollout_corr/logprob_abs_diff_mean"] < 1e-4
     logs = sorted((case.parent / f"servers{world}" / "sglang").glob("server_*.log"))
     assert len(logs) == 2 and "stub is ready" in logs[0].read_text()

@@ -238,10 +238,7 @@ class SGLangEngine:
             update = self._send_from_here(named, version, servers)
         verdict = self._agree(lambda: self._judge(self._sent_well(update)))
         n_bytes, transfers = (int(part) for part in verdict.what.split())
-        seconds = time.perf_counter() - started
-        if self.pool is not None:
-            self.pool.counters.sync_s += seconds
-        return SyncReport(seconds, n_bytes, transfers, version)
+        return SyncReport(time.perf_counter() - started, n_bytes, transfers, version)
 
     def _send_from_here(self, named: Iterable[tuple[str, Tensor]], version: int, servers: Sequence[Server]) -> Update:
         update = Update(self.pool, self._connections(), self.settings, servers, self._name)

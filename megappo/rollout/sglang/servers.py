@@ -57,7 +57,6 @@ class Counters:
     dead_servers: int = 0
     restarts: int = 0
     queue_s: float = 0.0
-    sync_s: float = 0.0
     cached_tokens: int = 0
 
     def take(self) -> dict[str, float]:
