@@ -221,6 +221,7 @@ def score(data_source, solution_str, ground_truth, extra_info, folder):
 """
 
 
+@pytest.mark.slow
 def test_a_real_run_is_requeued_and_goes_on_exactly(cluster, tmp_path, capsys):
     case = tmp_path / "case"
     file = write_case(case, layers=2)
