@@ -30,8 +30,9 @@ STAMP := build/installed$(shell printf %s "$(PY)" | tr -c 'A-Za-z0-9' '-')
 demo: install
 	PATH="$$(dirname "$(PY)"):$$PATH" PYTHON="$(PY)" bash launch/quickstart.sh
 
+# Two files at a time: most tests keep one core busy. `python -m pytest` runs them one by one.
 test: install
-	"$(PY)" -m pytest
+	"$(PY)" -m pytest -n 2 --dist loadfile
 
 test-slow: install
 	"$(PY)" -m pytest -m slow

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 README = ROOT / "README.md"
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "megappo" / "__init__.py").read_text()).group(1)
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "httpx", "matplotlib>=3.7", "reasoning-gym"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "httpx", "matplotlib>=3.7", "reasoning-gym"]
 
 EXTRAS = {
     # NVIDIA Apex is not on the package index (the `apex` there is something else): build it from its own

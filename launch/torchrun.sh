@@ -24,8 +24,8 @@ options (or the environment variable, used when the option is absent):
 
 PYTHON is the interpreter to use (default: python3).
 
-With --max-restarts the nodes meet by torch's c10d rendezvous, which numbers them itself: --node-rank then only says which
-node is node 0, and a node that fails may come back.
+With --max-restarts N the ports from --master-port to --master-port + N on node 0 are used, one an attempt. Give every
+node the same N.
 
 examples:
   launch/torchrun.sh train exp.yaml trainer.seed=2
@@ -98,25 +98,21 @@ if ((nnodes > 1)) && [[ -z $master_addr ]]; then
     fail "--master-addr is required with several nodes"
 fi
 
-master_addr=${master_addr:-127.0.0.1}
-command=("${PYTHON:-python3}" -m torch.distributed.run --nnodes "$nnodes")
-if ((max_restarts > 0)); then
-    # The static rendezvous of --master-addr cannot bring several nodes together a second time.
-    is_host=0
-    if ((node_rank == 0)); then is_host=1; fi
-    command+=(
-        --nproc-per-node "$nproc" --max-restarts "$max_restarts" --rdzv-id "megappo-$master_port"
-        --rdzv-backend c10d --rdzv-endpoint "$master_addr:$master_port" --rdzv-conf "is_host=$is_host"
+# Attempt k meets on port + k: a node that comes early cannot meet the remains of the last attempt.
+build_command() {
+    command=(
+        "${PYTHON:-python3}" -m torch.distributed.run
+        --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc"
+        --master-addr "${master_addr:-127.0.0.1}" --master-port "$((master_port + $1))"
     )
-else
-    command+=(
-        --node-rank "$node_rank" --nproc-per-node "$nproc" --master-addr "$master_addr" --master-port "$master_port"
-    )
-fi
-if [[ -n $log_dir ]]; then
-    command+=(--log-dir "$log_dir" --redirects 3 --tee 0:3)
-fi
-command+=(-m megappo_cli "$@")
+    shift
+    if [[ -n $log_dir ]]; then
+        command+=(--log-dir "$log_dir" --redirects 3 --tee 0:3)
+    fi
+    command+=(-m megappo_cli "$@")
+}
+
+build_command 0 "$@"
 if $dry_run; then
     printf '%q ' "${command[@]}"
     echo
@@ -126,4 +122,33 @@ if $check && ! findings=$("${PYTHON:-python3}" -m megappo_cli doctor 2>&1); then
     echo "$findings" >&2
     fail "this node cannot train, see above; --no-check starts anyway"
 fi
-exec "${command[@]}"
+if ((max_restarts == 0)); then
+    exec "${command[@]}"
+fi
+
+# torchrun's own --max-restarts counts on each node apart, and nodes that disagree never meet: each attempt is a new
+# torchrun here, on every node. When one ends with an error the ranks of the others do too, within
+# trainer.distributed_timeout_s.
+agent=
+stopping=false
+# shellcheck disable=SC2329 # called by the trap
+stop() {
+    stopping=true
+    if [[ -n $agent ]]; then kill -TERM "$agent" 2>/dev/null || true; fi
+}
+trap stop INT TERM HUP
+for ((attempt = 0; ; attempt++)); do
+    build_command "$attempt" "$@"
+    "${command[@]}" &
+    agent=$!
+    code=0
+    wait "$agent" || code=$?
+    if $stopping; then
+        wait "$agent" || true
+        exit "$code"
+    fi
+    if ((code == 0 || attempt >= max_restarts)); then
+        exit "$code"
+    fi
+    echo "torchrun.sh: ended with $code; restart $((attempt + 1)) of $max_restarts" >&2
+done

@@ -157,11 +157,14 @@ trap on_usr1 USR1
 trap on_term TERM
 
 # --wait: when one rank has ended the others get 120 s: time to finish a save, and a bound on waiting for a lost one.
-# exec: signals must reach Python itself. SLURM numbers the processes; torch wants these names.
+# exec: signals must reach Python itself. SLURM signals every process of a rank, its reward workers too: they inherit
+# that these two are ignored, which the trainer undoes for itself once it can save.
+# SLURM numbers the processes; torch wants these names.
 # shellcheck disable=SC2016 # expanded by the shell of each rank
 srun --kill-on-bad-exit=0 --wait=120 --open-mode=append --output="$logs/rank%t.log" bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
+    trap "" USR1 TERM
     exec "$@"
 ' rank "$python" -m megappo_cli @COMMAND@ "$config" "${overrides[@]}" &
 step=$!

@@ -56,11 +56,12 @@ STAND_IN = """
 import json, os, signal, sys
 def note(number, frame):
     sys.exit(128 + number)
+ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGUSR1, signal.SIGTERM)]
 signal.signal(signal.SIGUSR1, note)
 signal.signal(signal.SIGTERM, note)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 with open(os.environ["TOLD"], "a") as file:
-    file.write(json.dumps({"argv": sys.argv[1:]} | {n: os.environ[n] for n in names}) + "\\n")
+    file.write(json.dumps({"argv": sys.argv[1:], "ignored": ignored} | {n: os.environ[n] for n in names}) + "\\n")
 if os.environ.get("ENDS") == "with an error":
     print("error: no such model", file=sys.stderr)
     sys.exit(2)
@@ -169,6 +170,7 @@ def test_ranks_get_what_torch_wants(cluster, tmp_path):
     for rank in told:
         assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("4", "2")
         assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("127.0.0.1", "24711")
+        assert rank["ignored"] == [True, True]  # so that reward workers, which SLURM signals too, live on
         assert rank["argv"] == ["-m", "megappo_cli", "train", "my exp.yaml", "a.b=1 2"]
 
 
@@ -219,6 +221,7 @@ def score(data_source, solution_str, ground_truth, extra_info, folder):
 """
 
 
+@pytest.mark.slow
 def test_a_real_run_is_requeued_and_goes_on_exactly(cluster, tmp_path, capsys):
     case = tmp_path / "case"
     file = write_case(case, layers=2)

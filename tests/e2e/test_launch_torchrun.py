@@ -29,13 +29,20 @@ def start(*args: str, python: str = sys.executable, **environment: str) -> subpr
     )
 
 
-def test_restarts_meet_by_a_rendezvous_that_works_again():
-    process = start(
-        "--dry-run", "--max-restarts", "2", "--nnodes", "2", "--node-rank", "1", "train", "c", MASTER_ADDR="n0"
-    )
-    out, _ = process.communicate(timeout=60)
-    assert "--max-restarts 2" in out and "--rdzv-backend c10d --rdzv-endpoint n0:29500 --rdzv-conf is_host=0" in out
-    assert "--node-rank" not in out and "--master-addr" not in out
+@pytest.mark.parametrize(("fails", "code"), [(0, 0), (2, 0), (3, 7)])
+def test_every_attempt_meets_on_a_port_of_its_own(tmp_path, fails, code):
+    python = tmp_path / "python"
+    log = tmp_path / "attempts"
+    lines = [f'echo "$*" >>{log}', f"[ $(wc -l <{log}) -gt {fails} ] || exit 7"]
+    python.write_text("#!/bin/sh\n" + "\n".join(lines) + "\n")
+    python.chmod(0o755)
+    options = ["--max-restarts", "2", "--master-port", "3000", "--no-check"]
+    process = start(*options, "train", "a b", python=str(python))
+    _, err = process.communicate(timeout=60)
+    attempts = log.read_text().splitlines()
+    assert process.returncode == code and len(attempts) == min(fails, 2) + 1
+    assert all(f"--master-port {3000 + i} -m megappo_cli train a b" in line for i, line in enumerate(attempts))
+    assert err.count("restart") == min(fails, 2)
 
 
 def test_logs_are_kept_for_each_rank():
@@ -91,7 +98,7 @@ def test_two_nodes_go_on_after_a_rank_was_killed(tmp_path):
         for node in range(2)
     ]
     try:
-        said = [agent.communicate(timeout=300) for agent in agents]
+        said = [agent.communicate(timeout=150) for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
