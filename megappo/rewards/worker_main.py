@@ -29,7 +29,9 @@ WATCHDOG_GRACE_S = 10.0
 
 def main() -> None:
     """Serve until an empty request. The first one describes the scorer: {kind, path, kwargs, timeout_s}."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Requests to stop are the parent's to handle: Ctrl-C, and what SLURM sends to every process of a step.
+    for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(request, signal.SIG_IGN)
     requests_in, replies_out = _take_over_streams()
     requests: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests_in, requests), daemon=True).start()

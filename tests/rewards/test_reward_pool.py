@@ -365,7 +365,8 @@ def test_sigint_to_the_process_group_and_to_the_process_does_not_reach_user_code
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 (pid,) = reward.pids
 os.killpg(os.getpgrp(), signal.SIGINT)
-os.kill(pid, signal.SIGINT)
+for request in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    os.kill(pid, request)  # as SLURM does with every process of a step
 print(reward.score([RewardSample(0, "d", "", "x", "2")]), reward.pids == [pid])
 """
     done = run_parent(tmp_path, code, start_new_session=True)
