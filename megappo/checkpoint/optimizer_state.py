@@ -94,6 +94,8 @@ def regrouped(loaded: dict, parts: int) -> dict:
         return loaded
     numbered = [entry for key, entry in loaded.items() if isinstance(key, int)]
     saved = [entry for entry in [loaded, *numbered] if "optimizer" in entry]
+    if not saved:  # a plain optimizer's state has no such settings
+        return loaded
     groups = [
         group | {"is_expert_parallel": experts}
         for experts in (False, True)
