@@ -86,11 +86,11 @@ def read_offline(config: ExperimentConfig, tokenizer: Any) -> OfflineDataset:
         UserError: bad files or rows, another number of responses than rollout.n, no score where one is needed, more
             noise than data.max_noise, nothing left after the length limits.
     """
-    first = read_source_rows(config.data.train_files)[0]
-    if first.data.get(config.offline.chosen_key) is not None:
+    sources = read_source_rows(config.data.train_files)
+    if sources[0].data.get(config.offline.chosen_key) is not None:
         data = _read_pairs(config, tokenizer)
     else:
-        data = _read_scored(config, tokenizer)
+        data = _read_scored(config, tokenizer, sources)
     _check(config, data)
     return data
 
@@ -147,9 +147,8 @@ def _read_pairs(config: ExperimentConfig, tokenizer: Any) -> OfflineDataset:
 # --- scored responses ------------------------------------------------------------------------------------
 
 
-def _read_scored(config: ExperimentConfig, tokenizer: Any) -> OfflineDataset:
+def _read_scored(config: ExperimentConfig, tokenizer: Any, sources: list[SourceRow]) -> OfflineDataset:
     data = config.data
-    sources = read_source_rows(data.train_files)
     talk = Conversations(tokenizer, config.model.chat_template)
     answers = [_answers(config, source) for source in sources]
     exchanges = [

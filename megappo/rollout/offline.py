@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -34,6 +35,7 @@ class BehaviourFile:
         sizes = np.array([[len(response.ids) for response in row.responses] for row in rows], dtype=np.int64)
         self._starts = np.concatenate([[0], sizes.ravel().cumsum()])
         self._n = sizes.shape[1]
+        self._open: Any = None  # the array, mapped
 
     @property
     def tokens(self) -> int:
@@ -51,10 +53,10 @@ class BehaviourFile:
             raise UserError(f"cannot write {self.path} ({err.strerror}): check trainer.output_dir") from None
 
     def check(self) -> None:
-        """UserError unless the file is there and has a number for every token."""
+        """Open the file; UserError unless it is there and has a number for every token."""
         try:
-            with safe_open(self.path, "np") as file:
-                found = file.get_slice("logprobs").get_shape()
+            self._open = safe_open(self.path, "np").get_slice("logprobs")
+            found = self._open.get_shape()
         except FileNotFoundError:
             found = "missing"
         except Exception as err:  # safetensors' own error type is not public
@@ -66,10 +68,9 @@ class BehaviourFile:
             )
 
     def read(self, row: int, k: int) -> list[float]:
-        """Log-probs of response k of a row."""
+        """Log-probs of response k of a row, after `check`."""
         at = row * self._n + k
-        with safe_open(self.path, "np") as file:
-            return file.get_slice("logprobs")[self._starts[at] : self._starts[at + 1]].tolist()
+        return self._open[self._starts[at] : self._starts[at + 1]].tolist()
 
 
 class OfflineEngine:

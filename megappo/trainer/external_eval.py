@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megappo.checkpoint.hf import write_hf
 from megappo.parallel.reduce import from_first_rank
-from megappo.trainer.setup import DTYPES, PPORun
+from megappo.trainer.setup import PPORun, export_model
 from megappo.trainer.watch import Watch
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,9 +25,7 @@ def external_evaluation(run: PPORun, watch: Watch) -> dict[str, float]:
     """
     trainer = run.config.trainer
     folder = Path(trainer.output_dir) / "eval_hf"
-    dtype = DTYPES[run.config.model.dtype]
-    stream, shapes = run.actor.stream_weights(dtype), run.actor.weights.hf_shapes()
-    write_hf(stream, shapes, run.actor.spec.path, folder, dtype, write=dist.get_rank() == 0)
+    export_model(run.actor, folder, run.config.model.dtype)
     numbers: dict[str, float] = {}
     trouble = None
     if dist.get_rank() == 0:

@@ -13,7 +13,7 @@ from megappo.data.offline import OfflineDataset, OfflineRow
 from megappo.parallel.reduce import gather_objects
 from megappo.rollout.collect import assemble, my_share
 from megappo.rollout.offline import BehaviourFile, OfflineEngine, recorded_sample
-from megappo.trainer.planning import budget, even_placement, forward_micro_batches
+from megappo.trainer.planning import even_placement, forward_micro_batches, log_prob_budget
 from megappo.trainer.setup import PPORun
 from megappo.trainer.watch import Watch
 
@@ -45,12 +45,9 @@ def prepare_offline(run: PPORun, watch: Watch) -> None:
 
 def _scored(run: PPORun, data: OfflineDataset) -> Iterator[list[np.ndarray]]:
     """Log-probs of the tokens of every response, in order, `_CHUNK` rows at a time."""
+    sizes = log_prob_budget(run.config.actor)
     for start in range(0, len(data), _CHUNK):
         batch = _batch(data[start : start + _CHUNK])
-        actor = run.config.actor
-        sizes = budget(
-            actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
-        )
         batch = batch.to(even_placement(run.actor, batch.info.length, sizes))
         micro = forward_micro_batches(run.actor, batch.info.length, batch.placement.owner, sizes)
         logprobs = run.actor.forward(batch, micro, "logprobs")["logprobs"].numpy()

@@ -32,7 +32,15 @@ from megappo.rollout.offline import OfflineEngine
 from megappo.rollout.recorded import RecordedEngine, write_rollouts
 from megappo.trainer import sft_mix
 from megappo.trainer.effective import largest_batch
-from megappo.trainer.planning import RolePlan, Step, budget, even_placement, forward_micro_batches, role_plan
+from megappo.trainer.planning import (
+    RolePlan,
+    Step,
+    budget,
+    even_placement,
+    forward_micro_batches,
+    log_prob_budget,
+    role_plan,
+)
 from megappo.trainer.rebel import RebelTarget
 from megappo.trainer.scoring import measure
 from megappo.trainer.setup import DTYPES, PPORun
@@ -185,8 +193,7 @@ def plan_update(run: PPORun, role: str, batch: RolloutBatch) -> RolePlan:
 
 def add_logprobs(run: PPORun, batch: RolloutBatch) -> None:
     """`old_logprobs`: the actor's own, before the update."""
-    actor = run.config.actor
-    sizes = budget(actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu)
+    sizes = log_prob_budget(run.config.actor)
     micro = forward_micro_batches(run.actor, batch.info.length, batch.placement.owner, sizes)
     batch["old_logprobs"] = run.actor.forward(batch, micro, "logprobs")["logprobs"]
 

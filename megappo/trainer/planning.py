@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megappo.config.schema import ActorConfig
 from megappo.data.batch import Placement
 from megappo.data.schedule import Budget, MicroBatches, Schedule, mini_batches, plan, plan_forward
 from megappo.engine.engine import ModelEngine
@@ -91,3 +92,8 @@ def _multiple(engine: ModelEngine) -> int:
 def budget(dynamic: bool, samples: int, tokens: int) -> Budget:
     """Micro-batches by token budget (`use_dynamic_bsz`) or by number of samples."""
     return Budget(tokens=tokens) if dynamic else Budget(samples=samples)
+
+
+def log_prob_budget(actor: ActorConfig) -> Budget:
+    """Micro-batches of the actor's forward-only passes."""
+    return budget(actor.use_dynamic_bsz, actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import torch.distributed as dist
-
-from megappo.checkpoint.hf import write_hf
 from megappo.config.schema import ExperimentConfig
 from megappo.errors import Interrupted
 from megappo.observe.memory import PeakMemory, peak_memory
@@ -22,7 +19,7 @@ from megappo.trainer.interrupt import StopRequest
 from megappo.trainer.offline import prepare_offline
 from megappo.trainer.recover import begin_guard, carry_out, guard_step, update_forbidden
 from megappo.trainer.resume import load_run, save_run, saving_when_lost, settle, store_of
-from megappo.trainer.setup import DTYPES, PPORun, build_run, configure, leave_recorded_rollouts, read_inputs
+from megappo.trainer.setup import PPORun, build_run, configure, export_model, leave_recorded_rollouts, read_inputs
 from megappo.trainer.watch import Watch
 
 
@@ -195,8 +192,5 @@ def _evaluate(run: PPORun, watch: Watch) -> dict[str, float]:
 def _export(run: PPORun, watch: Watch) -> None:
     """The trained policy as a Hugging Face folder."""
     out = Path(run.config.trainer.output_dir) / "final_hf"
-    dtype = DTYPES[run.config.model.dtype]
-    stream, shapes = run.actor.stream_weights(dtype), run.actor.weights.hf_shapes()
-    write_hf(stream, shapes, run.actor.spec.path, out, dtype, write=dist.get_rank() == 0)
-    dist.barrier()  # no rank leaves before the folder is there
+    export_model(run.actor, out, run.config.model.dtype)
     watch.say(f"trained model: {out}")

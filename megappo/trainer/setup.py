@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.algorithms.kl_coefficient import KlCoefficient
-from megappo.checkpoint.hf import HFReader
+from megappo.checkpoint.hf import HFReader, write_hf
 from megappo.config.schema import ExperimentConfig, ModelConfig, OptimConfig, ParallelConfig
 from megappo.data.offline import OfflineDataset, read_offline
 from megappo.data.prompts import PromptDataset, PromptSampler
@@ -114,6 +114,18 @@ def build_engine(
     engine = ModelEngine(load_spec(path), layout, options, optim=optim, total_steps=total_steps)
     engine.load_hf(HFReader(path))
     return engine
+
+
+def export_model(engine: ModelEngine, folder: Path, dtype: str, **options: Any) -> None:
+    """The role's current weights as a Hugging Face folder, there on return for every rank. Collective.
+
+    Args:
+        options: further arguments of `write_hf`.
+    """
+    kind, write = DTYPES[dtype], dist.get_rank() == 0
+    stream, shapes = engine.stream_weights(kind), engine.weights.hf_shapes()
+    write_hf(stream, shapes, engine.spec.path, folder, kind, write=write, **options)
+    dist.barrier()
 
 
 def load_tokenizer(path: str) -> Any:

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megappo.checkpoint.hf import write_hf
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import ExperimentConfig, RewardModelConfig, SftConfig
 from megappo.data.batch import SampleInfo
@@ -23,7 +20,7 @@ from megappo.trainer.interrupt import StopRequest
 from megappo.trainer.phases import Update, step_metrics
 from megappo.trainer.planning import budget
 from megappo.trainer.resume import load_state, save_state
-from megappo.trainer.setup import DTYPES
+from megappo.trainer.setup import export_model
 from megappo.trainer.watch import Watch
 
 Settings = SftConfig | RewardModelConfig
@@ -114,11 +111,7 @@ class Supervised:
             self.watch.resumed(self.step)
 
     def _export(self, out: Path) -> None:
-        options = self._export_options()
-        dtype = DTYPES[self.config.model.dtype]
-        stream, shapes = self.engine.stream_weights(dtype), self.engine.weights.hf_shapes()
-        write_hf(stream, shapes, self.engine.spec.path, out, dtype, write=dist.get_rank() == 0, **options)
-        dist.barrier()  # no rank leaves before the folder is there
+        export_model(self.engine, out, self.config.model.dtype, **self._export_options())
         self.watch.say(f"{self.exported}: {out}")
 
     def _budget(self) -> Budget:
