@@ -67,7 +67,7 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 def background_save(engine: ModelEngine, folder: Path) -> tuple[float, float]:
     """Seconds and processor seconds of this thread's part of a save that a thread writes."""
     start, start_cpu = time.perf_counter(), time.thread_time()
-    pending = save_engine(engine, folder)
+    pending = save_engine(engine, folder, background=True)
     waited, waited_cpu = time.perf_counter(), time.thread_time()
     while not pending.written:
         time.sleep(0.005)

@@ -7,7 +7,9 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -92,6 +94,11 @@ def rank_context() -> mp.context.BaseContext:
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["rank_preload"])
+    # Python 3.11 gives that process no sys.path and says nothing of a module that it cannot find.
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, PYTHONPATH=paths):
+        forkserver.ensure_running()
     return context
 
 

@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.optimizer_state import optimizer_states, regrouped
+from megappo.checkpoint.staging import Staging
 from megappo.engine.engine import ModelEngine
 from megappo.errors import UserError
 from megappo.parallel.reduce import gather_objects
@@ -28,8 +31,8 @@ _METADATA = {
 }
 
 
-def _sharded_state(engine: ModelEngine, *, loading: bool) -> dict:
-    """What this rank holds of the role; nothing outside the role's layout."""
+def _sharded_state(engine: ModelEngine, staging: Staging, *, loading: bool) -> dict:
+    """What this rank holds of the role; nothing outside the role's layout. Gathered optimizer states in `staging`."""
     if not engine.member:
         return {}
     engine.wake()
@@ -39,7 +42,7 @@ def _sharded_state(engine: ModelEngine, *, loading: bool) -> dict:
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
     if engine.optimizer is not None:
         model_state = dict(state) if len(chunks) > 1 else state["model"]
-        with optimizer_states():
+        with optimizer_states(staging):
             state["optimizer"] = engine.optimizer.inner.sharded_state_dict(
                 model_state, is_loading=loading, metadata=metadata
             )
@@ -58,15 +61,31 @@ def _cheap_collections() -> Iterator[None]:
 
 
 @contextmanager
-def _in_process_writes() -> Iterator[None]:
-    """Megatron's file writer without its helper processes.
+def _in_process_writes(staging: Staging) -> Iterator[None]:
+    """Megatron's file writer without its helper processes, writing what has been copied into `staging`.
 
     It writes each file in a forked process and collects the results through a manager process. A save that waits
     for the files needs neither: they cost seconds, fork a process that has threads, and outlive a rank that is killed.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async, torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+
+    class Planned:
+        """A save planner whose tensors are in `staging`: megatron copies views and leaves live tensors as they are."""
+
+        def __init__(self, planner) -> None:
+            self._planner = planner
+
+        def resolve_data(self, item):
+            data = self._planner.resolve_data(item)
+            return staging.hold(data) if isinstance(data, Tensor) else data
 
     class Writer(filesystem_async.FileSystemWriterAsync):
+        def prepare_write_data(self, plan, planner) -> None:
+            super().prepare_write_data(plan, Planned(planner))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
         def get_save_function_and_args(self):
             save, preload, args = super().get_save_function_and_args()
             return save and self._write, preload, args
@@ -85,32 +104,32 @@ def _in_process_writes() -> Iterator[None]:
                     raise UserError(f"cannot write {buckets[number][0]} ({why}): is the disk full?") from outcome
             results.put(outcomes)
 
-    real = torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue
-    torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue = Writer, queue.Queue
+    real = torch_strategy.FileSystemWriterAsync, filesystem_async._get_write_results_queue
+    torch_strategy.FileSystemWriterAsync, filesystem_async._get_write_results_queue = Writer, queue.Queue
     try:
         yield
     finally:
-        torch.FileSystemWriterAsync, filesystem_async._get_write_results_queue = real
+        torch_strategy.FileSystemWriterAsync, filesystem_async._get_write_results_queue = real
 
 
 class PendingSave:
     """A role's shards on their way to the disk: a copy of them is written by a thread while training goes on."""
 
-    def __init__(self, request, live: set[int]):
-        """`live`: addresses of the storages that training goes on to change."""
+    def __init__(self, request, staging: Staging):
         self._finalize = request.finalize_fns
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is None:  # nothing to write on this rank
             return
-        rank, buckets, results = request.async_fn_args
-        arguments = (rank, [_copy(bucket, live) for bucket in buckets], results)
+        staging.busy = True
 
         def write() -> None:
             try:
-                request.async_fn(*arguments, **request.async_fn_kwargs)
+                request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
             except BaseException as err:
                 self._error = err
+            finally:
+                staging.busy = False
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -131,42 +150,38 @@ class PendingSave:
             finalize()
 
 
-def _copy(bucket: tuple, live: set[int]) -> tuple:
-    """A write bucket with its tensors on the host, where the training that goes on cannot change them.
+_kept: WeakKeyDictionary[ModelEngine, Staging] = WeakKeyDictionary()
 
-    megatron has brought them to the host, and cloned what is part of a larger storage: most are copies already.
+
+def _staging_for(engine: ModelEngine, background: bool) -> Staging:
+    staging = _kept.setdefault(engine, Staging(pinned=True)) if background else Staging()
+    if staging.busy:  # the save before has not been finished: its copy must stay as it is
+        return Staging()
+    staging.rewind()
+    return staging
+
+
+def save_engine(engine: ModelEngine, folder: Path, *, background: bool = False) -> PendingSave:
+    """Begin to write the role into `folder`, every rank its part; whole only after `finish`. Collective.
+
+    Args:
+        background: training goes on meanwhile, so the time until this returns counts: keep the host memory of the copy
+            for the next save.
     """
-
-    def own(tensor: Tensor) -> Tensor:
-        shared = tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() in live
-        return tensor.detach().to("cpu", copy=True) if shared else tensor
-
-    file_name, storage_key, (others, tensors) = bucket
-    return file_name, storage_key, (others, [(item, own(tensor)) for item, tensor in tensors])
-
-
-def _live_storages(engine: ModelEngine) -> set[int]:
-    tensors = [t for chunk in engine.chunks for t in (*chunk.parameters(), *chunk.buffers())]
-    if engine.optimizer is not None:
-        tensors += engine.optimizer.tensors()
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def save_engine(engine: ModelEngine, folder: Path) -> PendingSave:
-    """Begin to write the role into `folder`, every rank its part; whole only after `finish`. Collective."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
     folder.mkdir(parents=True, exist_ok=True)
-    with engine.context, _in_process_writes():
+    staging = _staging_for(engine, background)
+    with engine.context, _in_process_writes(staging):
         with _cheap_collections():
-            state = _sharded_state(engine, loading=False)
+            state = _sharded_state(engine, staging, loading=False)
         strategy = _shared_save(engine, get_default_save_sharded_strategy("torch_dist"))
         state |= _common_state_for_rank_0(engine, state)
         request = dist_checkpointing.save(
             state, str(folder), strategy, async_sharded_save=True, content_metadata=_METADATA
         )
-        return PendingSave(request, _live_storages(engine))
+        return PendingSave(request, staging)
 
 
 def _shared_save(engine: ModelEngine, strategy):
@@ -232,7 +247,7 @@ def load_engine(engine: ModelEngine, folder: Path) -> None:
     from torch.distributed.checkpoint import CheckpointException
 
     with engine.context:
-        state = _sharded_state(engine, loading=True)
+        state = _sharded_state(engine, Staging(), loading=True)
         strategy = get_default_load_sharded_strategy(str(folder))
         if engine.member:
             strategy = FullyParallelLoadStrategyWrapper(strategy, engine.context.dp_cp_group)

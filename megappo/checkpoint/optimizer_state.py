@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.checkpoint.staging import Staging
+
 _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @contextmanager
-def optimizer_states() -> Iterator[None]:
-    """While it lasts, megatron's distributed optimizers gather their state by `gathered_state`."""
+def optimizer_states(staging: Staging) -> Iterator[None]:
+    """While it lasts, megatron's distributed optimizers gather their state by `gathered_state`, into `staging`."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     real = DistributedOptimizer.get_parameter_state_dp_zero
@@ -22,7 +24,7 @@ def optimizer_states() -> Iterator[None]:
     def gather(self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False):
         if use_gloo_comm or not return_on_all_ranks:  # a way of gathering that we never ask for
             return real(self, use_gloo_comm, empty_data, return_on_all_ranks)
-        return gathered_state(self, empty=empty_data)
+        return gathered_state(self, staging, empty=empty_data)
 
     DistributedOptimizer.get_parameter_state_dp_zero = gather
     try:
@@ -32,7 +34,7 @@ def optimizer_states() -> Iterator[None]:
 
 
 @torch.no_grad()
-def gathered_state(optimizer, *, empty: bool) -> dict:
+def gathered_state(optimizer, staging: Staging, *, empty: bool) -> dict:
     """Main parameters and Adam moments of all data-parallel ranks as flat host tensors, in the buffers' layout.
 
     The structure of megatron-core's `get_parameter_state_dp_zero(return_on_all_ranks=True)`. megatron fills a zeroed
@@ -48,7 +50,7 @@ def gathered_state(optimizer, *, empty: bool) -> dict:
         buffer = optimizer.buffers[number]
         ((dtype, buckets),) = ranges.items()
         padded = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
-        whole = {key: torch.empty(padded, dtype=torch.float32) for key in _KEYS}  # padding is never read
+        whole = {key: staging.empty(padded, torch.float32) for key in _KEYS}  # padding is never read
         if not empty:
             start = 0
             for bucket, ranges_of_bucket in zip(buffer.buckets, buckets, strict=True):

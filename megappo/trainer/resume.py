@@ -56,15 +56,15 @@ class PendingCheckpoint:
 
 
 def save_state(
-    store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict
+    store: CheckpointStore, iteration: int, engines: dict[str, ModelEngine], extra: dict, *, background: bool = False
 ) -> PendingCheckpoint:
-    """Begin one checkpoint of these roles plus `extra` (JSON). Collective.
+    """Begin one checkpoint of these roles plus `extra` (JSON). `background`: as of `save_engine`. Collective.
 
     Raises:
         UserError: the folder cannot be written, the disk is full (then also from `finish`).
     """
     folder = store.begin(iteration)
-    pending = [save_engine(engine, folder / role) for role, engine in trained(engines).items()]
+    pending = [save_engine(engine, folder / role, background=background) for role, engine in trained(engines).items()]
     _save_rng(folder)
     everyone = gather_objects({role: e.optimizer.state() for role, e in trained(engines).items() if e.member})
     if dist.get_rank() == 0:
@@ -118,7 +118,7 @@ def save_run(run: PPORun, *, wait: bool = True) -> None:
         "reward": run.reward.state_dict(),
         "config": run.base.model_dump(mode="json"),
     }
-    run.pending_save = save_state(store_of(run), run.iteration, run.engines, extra)
+    run.pending_save = save_state(store_of(run), run.iteration, run.engines, extra, background=not wait)
     if wait:
         settle(run, wait=True)
 

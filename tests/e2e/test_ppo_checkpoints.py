@@ -176,8 +176,8 @@ import os, signal, sys
 from megappo.trainer import resume
 
 real = resume.save_engine
-def save_engine(engine, folder):
-    pending = real(engine, folder)
+def save_engine(engine, folder, **options):
+    pending = real(engine, folder, **options)
     if folder.parent.name.startswith("iter_000002") and folder.name == "actor":
         print("saving", os.getpid(), flush=True)
         signal.pause()

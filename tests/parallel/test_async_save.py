@@ -40,23 +40,46 @@ def begun_then_trained(folder, out) -> dict:
 
     engine = build(folder)
     step(engine)
-    at_save = weights(engine)
-    pending = save_engine(engine, out)
-    uninterrupted = step(engine)  # training goes on while the shards are written
-    pending.finish()
-    resumed = build(folder)
-    load_engine(resumed, out)
-    assert all(torch.equal(tensor, at_save[name]) for name, tensor in weights(resumed).items())
-    assert not any(torch.equal(tensor, at_save[name]) for name, tensor in weights(engine).items() if tensor.dim() > 1)
-    assert step(resumed) == uninterrupted  # moments and step counts are those of the moment, too
-    both = weights(engine), weights(resumed)
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    for number in range(2):  # the second is copied into the memory of the first
+        at_save = weights(engine)
+        pending = save_engine(engine, out / str(number), background=True)
+        uninterrupted = step(engine)  # training goes on while the shards are written
+        pending.finish()
+        resumed = build(folder)
+        load_engine(resumed, out / str(number))
+        assert all(torch.equal(tensor, at_save[name]) for name, tensor in weights(resumed).items())
+        now = weights(engine)
+        assert not any(torch.equal(tensor, at_save[name]) for name, tensor in now.items() if tensor.dim() > 1)
+        assert step(resumed) == uninterrupted  # moments and step counts are those of the moment, too
+        assert all(torch.equal(tensor, now[name]) for name, tensor in weights(resumed).items())
     return {"checked": len(at_save)}
 
 
 def test_training_on_does_not_reach_the_checkpoint(tmp_path):
     make_hf_model(tmp_path / "model", "qwen2")
     assert on_ranks(2, begun_then_trained, tmp_path / "model", tmp_path / "out")["checked"] > 30
+
+
+def two_under_way(folder, out) -> bool:
+    from megappo.checkpoint.distributed import load_engine, save_engine
+
+    engine, states, pending = build(folder), [], []
+    for number in range(2):
+        step(engine)
+        states.append(weights(engine))
+        pending.append(save_engine(engine, out / str(number), background=True))
+    for save in pending:
+        save.finish()
+    resumed = build(folder)
+    for number, state in enumerate(states):
+        load_engine(resumed, out / str(number))
+        assert all(torch.equal(tensor, state[name]) for name, tensor in weights(resumed).items())
+    return True
+
+
+def test_a_save_leaves_the_copy_of_an_unfinished_one_alone(tmp_path):
+    make_hf_model(tmp_path / "model", "qwen2")
+    assert on_ranks(2, two_under_way, tmp_path / "model", tmp_path / "out")
 
 
 def failing_write(folder, out) -> str:
